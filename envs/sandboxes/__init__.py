@@ -1,0 +1,1 @@
+"""Boxes in which a policy's commands run, behind one contract."""

@@ -1,0 +1,1 @@
+"""How a group of scored trajectories becomes credit. One file per algorithm."""

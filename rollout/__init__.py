@@ -1,0 +1,1 @@
+"""What happened: engines, the renderer, the agent loop and the record of every episode."""

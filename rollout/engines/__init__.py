@@ -1,0 +1,1 @@
+"""What samples the policy's tokens, behind one protocol."""
