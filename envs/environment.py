@@ -60,6 +60,15 @@ class Verifier(Protocol):
         ...
 
 
+@runtime_checkable
+class JudgesInBoxes(Protocol):
+    """A verifier that needs boxes to judge in. They come from a pool of its own: no policy used or will use one."""
+
+    def lend(self, boxes: Boxes) -> None:
+        """Called once, before the first `verify`. Whoever lends them closes them, after the verifier."""
+        ...
+
+
 class Taskset(Protocol):
     """Where tasks come from. An environment's setting names a function that returns one."""
 

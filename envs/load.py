@@ -16,6 +16,11 @@ from palestra.envs.errors import ConfigError
 BUILTIN: Mapping[str, str] = {
     "arithmetic": "palestra.envs.builtin.arithmetic:Arithmetic",
     "gsm8k": "palestra.envs.builtin.gsm8k:Gsm8k",
+    "harbor": "palestra.envs.builtin.harbor_tasks:Harbor",
+    "humaneval_repair": "palestra.envs.builtin.humaneval_repair:HumanEvalRepair",
+    "notes": "palestra.envs.builtin.notes:Notes",
+    "swe_repository": "palestra.envs.builtin.swe_repository:SweRepository",
+    "tool_schema": "palestra.envs.builtin.tool_schema:ToolSchema",
 }
 """Short names. Whatever a dotted path may name may stand here, and the other way round."""
 

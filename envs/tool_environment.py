@@ -13,6 +13,7 @@ from palestra.envs.runtime import RuntimeLimits, ToolRuntime
 from palestra.envs.sandboxes.contract import Boxes, BoxSpec, Sandbox
 from palestra.envs.tools import Tool
 from palestra.envs.types import JSON, Action, Artefact, CallStatus, Message, StepResult, Task, ToolResult
+from palestra.envs.verifiers.signs import control_plane_probe
 
 _CALLS = JsonInTags()
 _LIMITS = RuntimeLimits()
@@ -102,7 +103,11 @@ class ToolEnvironment:
     async def export(self) -> Artefact:
         """The answer and what was done for it, as plain data."""
         answer: dict[str, JSON] = {"final": self._final, "ran": {**self._ran}, "turns": self._turns}
-        return Artefact(answer)
+        return Artefact(answer, flags=self.signs())
+
+    def signs(self) -> tuple[str, ...]:
+        """Flags of what the policy tried and its box refused."""
+        return () if self._box is None else control_plane_probe(self._box.denials())
 
     async def close(self) -> None:
         """Give the box back. Idempotent."""

@@ -53,9 +53,8 @@ class ToolContext:
         spent = 0.0
         try:
             async with self.turn:
-                began = loop.time()
                 result = await self.box.run(argv, timeout_s=left, stdin=stdin, env=env)
-                spent = loop.time() - began
+                spent = result.seconds  # the command's own: it may have waited for its turn on a busy machine
         finally:
             self.clock.reschedule(loop.time() + max(0.0, left - spent))
         if result.timed_out:

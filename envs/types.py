@@ -107,10 +107,19 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """What leaves an episode to be judged: the declared answer and the declared output files, as plain data."""
+    """What leaves an episode to be judged: the declared answer and the declared output files, as plain data.
+
+    Paths are relative to the box's workspace, with "/" between parts and never "..". Bytes of a name that are no UTF-8
+    are lone surrogates, as `os.fsdecode` makes them.
+    """
 
     answer: JSON = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    executable: frozenset[str] = frozenset()  # of `files`, those with an execute bit
+    links: Mapping[str, str] = field(default_factory=dict)  # symbolic links that stay inside the tree: path -> target
+    skipped: Mapping[str, str] = field(default_factory=dict)  # what was left where it is: path -> why
+    flags: tuple[str, ...] = ()  # signs of tampering, found while it was taken out
+    failure: str | None = None  # the policy's own doing that leaves nothing to judge, such as "artefact_too_large"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,8 @@ class Scored:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)  # unweighted, for logs only
+    flags: tuple[str, ...] = ()  # signs of tampering; what they do to the value is for the run's settings to say
+    failure: str | None = None  # why there was nothing to score, where that is the policy's own doing; the value is 0
 
     def __post_init__(self) -> None:
         if not is_finite_number(self.value):
@@ -144,6 +155,7 @@ class NoVerdict:
     """The judge could not judge. Never a reward: the trajectory leaves the statistics of its group."""
 
     cause: str
+    flags: tuple[str, ...] = ()
 
 
 Verdict = Scored | NoVerdict

@@ -117,6 +117,29 @@ def doctor(
     raise typer.Exit(run_doctor(config))
 
 
+@app.command(name="check-env")
+def check_env(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option(help="How many tasks to try it on.")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """Whether an environment may be trained on: gold = 1, nothing = 0, tampering = 0, no answer in reach."""
+    from palestra.rl.commands.check_env import run_check_env
+
+    raise typer.Exit(run_check_env(config, overrides or [], tasks, json_file))
+
+
+@app.command()
+def reverify(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json_file: JsonFile = None
+) -> None:
+    """Judge the stored artefacts of a run again: the same verdicts, or the differences (exit code 1)."""
+    from palestra.rl.commands.reverify import run_reverify
+
+    raise typer.Exit(run_reverify(run, json_file))
+
+
 @sandbox_app.command(name="ls")
 def sandbox_ls() -> None:
     """List the boxes that we own here, and whether their owner lives."""
@@ -143,6 +166,15 @@ def build_image(
     from palestra.rl.commands.sandbox import run_build_image
 
     raise typer.Exit(run_build_image(tag, mirror, force))
+
+
+@bench_app.command(name="sandbox")
+@sandbox_app.command(name="bench")
+def bench_sandbox(json_file: JsonFile = None) -> None:
+    """What boxes cost: commands, resets, episodes, many at once; beside the plain Docker SDK."""
+    from palestra.rl.commands.bench_sandbox import run_bench_sandbox
+
+    raise typer.Exit(run_bench_sandbox(json_file))
 
 
 @bench_app.command(name="loop")

@@ -119,6 +119,9 @@ class SandboxSettings(Section):
     """"auto": Docker where an engine answers and has the image, else namespaces; the run says which and why."""
     image: str = "palestra/base:bookworm"
     """Docker image; make it with `palestra sandbox build-image`."""
+    runtime: str = ""
+    """Container runtime that Docker boxes must have, "runsc" for gVisor; nothing starts where it does not work. Empty:
+    the engine's own."""
     max_boxes: Positive = 32
     """Boxes at once, per machine that plays episodes."""
     acquire_s: PositiveFloat = 120.0
@@ -147,8 +150,21 @@ class BudgetSettings(Section):
     """The environment's answer to one action; beyond it the environment has failed."""
     setup_s: PositiveFloat = 120.0
     """Until the opening messages are there."""
-    verify_s: PositiveFloat = 120.0
-    """Until there is a verdict."""
+    verify_s: PositiveFloat = 600.0
+    """Until there is a verdict, all tries of a judge included; beyond it the judge has failed."""
+
+
+class SecondVerifier(Section):
+    """Another judge of a sample of episodes, whose verdicts are compared and never a reward."""
+
+    name: str = ""
+    """Function of the taskset that returns a verifier: "my_project.judges:held_out". Empty: none."""
+    share: Share = 0.1
+    """Of the episodes that have a verdict."""
+    alarm_gap: PositiveFloat = 0.1
+    """How much more, on average, the first verifier may pay in a step."""
+    alarm_steps: Positive = 3
+    """Steps in a row beyond it after which the run stops."""
 
 
 class EnvironmentSettings(Section):
@@ -158,6 +174,9 @@ class EnvironmentSettings(Section):
     """"arithmetic", "gsm8k", or a function of your own that returns a taskset: "my_project.tasks:load"."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Passed to that function; each environment documents its own."""
+    on_integrity_violation: Literal["zero", "mask", "honest"] = "zero"
+    """With signs of tampering an episode earns 0, leaves the statistics, or keeps its verdict; they are recorded."""
+    second_verifier: SecondVerifier = SecondVerifier()
     sandbox: SandboxSettings = SandboxSettings()
     budgets: BudgetSettings = BudgetSettings()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class Report:
     seconds_per_episode: float | None
     failures: dict[str, int]
     no_verdicts: dict[str, int]  # by cause
+    flagged: int = 0  # episodes with signs of tampering
+    flags: dict[str, int] = field(default_factory=dict)  # by sign
 
 
 def report(trajectories: Sequence[Trajectory]) -> Report:
@@ -70,12 +72,19 @@ def report(trajectories: Sequence[Trajectory]) -> Report:
         seconds_per_episode=_mean([t.seconds for t in valid]),
         failures=dict(Counter(failure(t) for t in trajectories if not solved(t))),
         no_verdicts=no_verdicts(trajectories),
+        flagged=sum(bool(t.verdict.flags) for t in trajectories),
+        flags=flags(trajectories),
     )
 
 
 def no_verdicts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
     """How many episodes have no verdict, by the kind of the cause: a machine, or what the judge said of itself."""
     return dict(Counter(_kind(t) for t in trajectories if not t.valid))
+
+
+def flags(trajectories: Sequence[Trajectory]) -> dict[str, int]:
+    """How many episodes carry each sign of tampering."""
+    return dict(Counter(flag for t in trajectories for flag in t.verdict.flags))
 
 
 def discarded_tokens(trajectories: Sequence[Trajectory]) -> int:

@@ -26,7 +26,7 @@ from palestra.rl.learner_group import AnyLearner, open_learner
 from palestra.rl.learner_plan import LearnerPlan
 from palestra.rl.ledger import Ledger
 from palestra.rl.lineage import check_ledger, groups_used, open_ledger
-from palestra.rl.loop_settings import gap_watch, loop_settings, num_updates
+from palestra.rl.loop_settings import gap_watch, loop_settings, num_updates, second_watch
 from palestra.rl.one_thread import compute
 from palestra.rl.order import TaskOrder
 from palestra.rl.policy import Policy, prepare_policy
@@ -39,6 +39,7 @@ from palestra.rl.step_metrics import evaluation_metrics
 from palestra.rl.summary import Summary
 from palestra.rl.tracking import Metrics, Tracker
 from palestra.rl.train import Loop
+from palestra.rollout.artefacts import beside
 from palestra.rollout.collector import Collector, CollectorSettings
 from palestra.rollout.load_renderer import load_renderer
 from palestra.rollout.types import Sampling
@@ -60,7 +61,7 @@ async def run_job(plan: Plan, folder: RunFolder, start: Start, say: Callable[[st
     config, why = with_backend(plan.config, run_id)
     sandbox = config.environment.sandbox.backend
     say(f"sandbox {sandbox} ({why})")
-    summary = Summary(engine=config.rollout.engine.kind, sandbox=sandbox, seed=config.run.seed)
+    summary = Summary(engine=config.rollout.engine.kind, sandbox=sandbox, sandbox_reason=why, seed=config.run.seed)
     stop = asyncio.Event()
     _listen(stop, say)
     torch.set_num_threads(config.optimizer.threads)
@@ -202,6 +203,7 @@ class _Work:
             log=log,
             summary=self.summary,
             gap=gap_watch(config),
+            second=second_watch(config),
             save=lambda step: self._save(checkpoints, step, loop.groups_used),
             evaluate=lambda step: self._evaluate(loop, step),
             trajectories=self.folder.trajectories,
@@ -244,7 +246,8 @@ class _Work:
         folder = self.folder.path / "evaluations"
         folder.mkdir(exist_ok=True)
         file = folder / f"step_{step:06d}.jsonl"
-        file.unlink(missing_ok=True)  # of an earlier life that played the same tasks with weights that are gone
+        for old in (file, beside(file)):  # of an earlier life that played the same tasks with weights that are gone
+            old.unlink(missing_ok=True)
         evaluating = loop.collector.evaluate(
             "test",
             self.plan.held_out(settings.tasks),

@@ -6,6 +6,7 @@ from palestra.rl.config import Config
 from palestra.rl.counted import counting
 from palestra.rl.gap_watch import GapWatch
 from palestra.rl.gather import GatherSettings
+from palestra.rl.second_watch import SecondWatch
 from palestra.rl.step import Practice
 from palestra.rl.train import LoopSettings
 
@@ -43,3 +44,9 @@ def gap_watch(config: Config) -> GapWatch:
     asked = config.rollout.max_sampled_gap
     limit = asked if asked is not None else 1e-2 if config.model.dtype == "float32" else None
     return GapWatch(config.run.max_lag == 0, limit, config.rollout.sampled_gap_steps)
+
+
+def second_watch(config: Config) -> SecondWatch:
+    """What looks at the difference of the two verifiers."""
+    second = config.environment.second_verifier
+    return SecondWatch(second.alarm_gap if second.name else None, second.alarm_steps)

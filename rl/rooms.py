@@ -27,6 +27,7 @@ from palestra.rollout.players import PlayerPool
 from palestra.rollout.pool import EnginePool
 from palestra.rollout.replicas import Limits as ReplicaLimits
 from palestra.rollout.replicas import Replicas
+from palestra.rollout.second_opinion import SecondSettings
 from palestra.rollout.types import Trajectory
 from palestra.rollout.worker import Worker
 
@@ -46,6 +47,7 @@ class Rooms:
 
 def player_settings(config: Config, model_folder: Path) -> PlayerSettings:
     """What a player needs to build its room anywhere."""
+    second = config.environment.second_verifier
     return PlayerSettings(
         model_folder=str(model_folder),
         environment=config.environment.name,
@@ -53,17 +55,20 @@ def player_settings(config: Config, model_folder: Path) -> PlayerSettings:
         budgets=Budgets(**config.environment.budgets.model_dump()),
         history=config.model.history,
         trust_remote_code=config.model.trust_remote_code,
+        on_integrity_violation=config.environment.on_integrity_violation,
+        second_verifier=SecondSettings(second.name, second.share) if second.name else None,
     )
 
 
 def with_backend(config: Config, run_id: str) -> tuple[Config, str]:
-    """The configuration with the kind of box decided, once for all machines, and why. Raises ConfigError."""
+    """The configuration with the kind of box decided, once for all machines, and why, with the limits that it cannot
+    enforce here. Raises ConfigError."""
     sandbox = config.environment.sandbox
     image = None if sandbox.backend == "namespace" else sandbox.image
-    backend, reason = choose_backend(sandbox.backend, run=run_id, image=image)
+    backend, reason = choose_backend(sandbox.backend, run=run_id, image=image, runtime=sandbox.runtime or None)
     values = config.model_dump()
     values["environment"]["sandbox"]["backend"] = backend.name
-    return Config.model_validate(values), reason
+    return Config.model_validate(values), "; ".join([reason, *(f"not enforced: {gap}" for gap in backend.unenforced)])
 
 
 def boxes_factory(config: Config, run_id: str) -> Callable[[], OwnedBoxes]:
@@ -79,6 +84,7 @@ def boxes_factory(config: Config, run_id: str) -> Callable[[], OwnedBoxes]:
     settings = PoolSettings(
         backend=sandbox.backend,
         image=None if sandbox.backend == "namespace" else sandbox.image,
+        runtime=sandbox.runtime or None,
         max_boxes=sandbox.max_boxes,
         acquire_s=sandbox.acquire_s,
         limits=limits,
@@ -198,7 +204,8 @@ def episode_limit_s(config: Config) -> float:
     """The longest that one episode can take by its own budgets, all tries and the wait for a box included."""
     budgets, sandbox = config.environment.budgets, config.environment.sandbox
     once = budgets.setup_s + budgets.wall_clock_s + 2 * budgets.step_s + budgets.verify_s + sandbox.acquire_s
-    return config.rollout.max_attempts * once + 60
+    second_s = budgets.verify_s if config.environment.second_verifier.name else 0.0
+    return config.rollout.max_attempts * once + second_s + 60
 
 
 def _placement(config: Config, cluster: Cluster) -> Placement:

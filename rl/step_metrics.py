@@ -8,12 +8,13 @@ import numpy as np
 
 from palestra.rl.accounting import oldest_version, token_counts
 from palestra.rl.counted import Counting, leaves, reductions
-from palestra.rl.evaluation import Report, discarded_tokens, no_verdicts, solved
+from palestra.rl.evaluation import Report, discarded_tokens, flags, no_verdicts, solved
 from palestra.rl.gather import Gathered
 from palestra.rl.learner import UpdateStats
 from palestra.rl.ledger import Consumed
 from palestra.rl.publish import Proof
 from palestra.rl.step import Learned
+from palestra.rollout.second_opinion import gap
 from palestra.rollout.types import Trajectory
 
 Metrics = dict[str, float | int | str | None]
@@ -30,6 +31,7 @@ def rollout_metrics(gathered: Gathered, counting: Counting, version: int) -> Met
         "rollout/episodes": len(episodes),
         "rollout/invalid": len(episodes) - len(valid),
         **{f"rollout/no_verdict/{kind}": count for kind, count in no_verdicts(episodes).items()},
+        **integrity_metrics(episodes, "rollout"),
         "rollout/truncated": sum(t.truncated for t in valid) / max(1, len(valid)),
         "rollout/turns_mean": _mean([len(t.turns) for t in valid]),
         "rollout/policy_tokens": sum(t.sampled_tokens for t in episodes),
@@ -109,11 +111,27 @@ def evaluation_metrics(report: Report) -> Metrics:
         **{f"eval/pass_at_{k}": chance for k, chance in report.pass_at.items() if k > 1},
         "eval/reward_mean": report.reward_mean,
         "eval/invalid": report.invalid,
+        "eval/flagged": report.flagged,
         "eval/temperature": report.temperature,
         "eval/tokens_per_episode": report.tokens_per_episode,
         "eval/calls_per_episode": report.calls_per_episode,
         "eval/version": report.versions[-1] if report.versions else None,
     }
+
+
+def integrity_metrics(episodes: Sequence[Trajectory], where: str) -> Metrics:
+    """Episodes with signs of tampering, in all and by sign; and what a second verifier made of a sample of them."""
+    counted = flags(episodes)
+    metrics: Metrics = {f"{where}/flagged": sum(bool(t.verdict.flags) for t in episodes)}
+    metrics |= {f"{where}/flagged/{flag}": count for flag, count in counted.items()}
+    found = gap(episodes)
+    if found is not None:
+        metrics |= {
+            f"{where}/second_episodes": found.episodes,
+            f"{where}/second_reward_mean": found.second,
+            f"{where}/second_gap": found.value,
+        }
+    return metrics
 
 
 def _reduction_metrics(valid: Sequence[Trajectory], counting: Counting) -> Metrics:

@@ -33,6 +33,7 @@ class Summary:
     engine: str
     sandbox: str
     seed: int
+    sandbox_reason: str = ""  # why boxes are of this kind, and what is not enforced there
     success_before: Report | None = None
     success_after: Report | None = None
     steps: int = 0
@@ -103,6 +104,7 @@ class Summary:
             "invalid_episodes": self.invalid_episodes,
             "engine": self.engine,
             "sandbox": self.sandbox,
+            "sandbox_reason": self.sandbox_reason,
             "sync_mode": self.proofs[-1].mode if self.proofs else None,
             "seed": self.seed,
             "weight_versions": self.weight_version + 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from palestra.rl.ledger import Ledger
 from palestra.rl.one_thread import compute
 from palestra.rl.publish import Publisher
 from palestra.rl.retention import trim_folder
+from palestra.rl.second_watch import SecondWatch
 from palestra.rl.step import Learned, Learns, Practice, learn
 from palestra.rl.step_metrics import Metrics, learning_metrics, publish_metrics, rollout_metrics
 from palestra.rl.summary import Summary
@@ -68,6 +69,7 @@ class Loop:
     trajectories: Path
     say: Callable[[str], None]
     stop: asyncio.Event
+    second: SecondWatch = field(default_factory=SecondWatch)
     step: int = 0  # batches used so far, with or without an update
     groups_used: int = 0  # by them, dropped ones included
 
@@ -86,6 +88,8 @@ class Loop:
             self.log.log(self.step, metrics | {"time/step_s": time.monotonic() - begun})
             self._tell(metrics, time.monotonic() - begun)
             self.gap.note(learned.updates[: learned.fresh], self.summary)
+            paid_more = metrics.get("rollout/second_gap")
+            self.second.note(paid_more if isinstance(paid_more, float) else None)
             if self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
                 await compute(self.save, self.step)
                 saved = self.step

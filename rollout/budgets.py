@@ -20,7 +20,7 @@ class Budgets:
     parse_errors: int = 4  # unreadable turns in a row
     step_s: float = 120.0  # the environment's answer to one action; beyond it the environment has failed
     setup_s: float = 120.0  # until the opening messages are there
-    verify_s: float = 120.0  # until there is a verdict
+    verify_s: float = 600.0  # until there is a verdict, all tries of a judge included
 
 
 @dataclass(slots=True)

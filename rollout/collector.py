@@ -16,7 +16,7 @@ from typing import Protocol
 
 from palestra.envs.errors import InfrastructureError, PalestraError
 from palestra.envs.types import NoVerdict
-from palestra.rollout import record
+from palestra.rollout import artefacts, record
 from palestra.rollout.play import Ticket
 from palestra.rollout.player import EpisodeRequest
 from palestra.rollout.seeds import derive_seed
@@ -142,7 +142,7 @@ class Collector:
             for sample in range(samples)
         ]
         trajectories = await self._all([self._episode(request, tasks[request.index]) for request in requests])
-        self.bytes_written += await asyncio.to_thread(record.append, file, trajectories)
+        trajectories = await self._written(file, trajectories)
         self._check_validity(trajectories, "evaluation")
         if not any(t.valid for t in trajectories):
             raise PalestraError(f"no episode of this evaluation has a verdict. First cause: {_cause(trajectories[0])}")
@@ -184,10 +184,15 @@ class Collector:
             for member in range(settings.group_size)
         ]
         trajectories = await self._all([self._episode(request, task_id) for request in requests])
-        written = await asyncio.to_thread(record.append, self._file(issued), trajectories)
-        self.bytes_written += written
+        trajectories = await self._written(self._file(issued), trajectories)
         self._book.finish(issued.position)
         return Group(issued.group_id, task_id, tuple(trajectories))
+
+    async def _written(self, file: Path, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The episodes on the disk: first what they handed over, then their records, which name it."""
+        linked, kept = await asyncio.to_thread(artefacts.keep, file, trajectories)
+        self.bytes_written += kept + await asyncio.to_thread(record.append, file, linked)
+        return linked
 
     async def _episode(self, request: EpisodeRequest, task_id: str) -> Trajectory:
         """One episode within its deadline. A player that died costs one try more, then the episode is invalid."""

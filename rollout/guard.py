@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from palestra.envs.environment import Environment, OpensInState, Verifier
@@ -112,7 +113,8 @@ class GuardedVerifier:
         for what, value in (("a score", verdict.value), *((f"a part {key!r}", v) for key, v in verdict.parts.items())):
             if not is_finite_number(value):
                 return NoVerdict(f"not finite: {what} of {repr(value)[:40]}; expected a finite number")
-        return Scored(float(verdict.value), {str(key): float(value) for key, value in verdict.parts.items()})
+        parts = {str(key): float(value) for key, value in verdict.parts.items()}
+        return replace(verdict, value=float(verdict.value), parts=parts)
 
     async def close(self) -> None:
         """As the verifier does. What that raises is logged: boxes are closed after it."""

@@ -105,6 +105,7 @@ class _Episode:
         self.state: str | None = None
         self.ended: TerminatedBy | None = None
         self.error: str | None = None
+        self.artefact: Artefact | None = None
 
     async def run(self) -> Artefact:
         """Until the end; then what is to be judged."""
@@ -120,7 +121,8 @@ class _Episode:
             self.used.seconds = self.stage.clock() - started
             self.used.context = len(self.rows[-1])
             self.ended = exhausted(budgets, self.used) or await self._decide()
-        return await _within(self.environment.export(), budgets.step_s, "exporting the artefact")
+        self.artefact = await _within(self.environment.export(), budgets.step_s, "exporting the artefact")
+        return self.artefact
 
     async def _decide(self) -> TerminatedBy | None:
         """One decision: sample a turn, act on it, append what came back."""
@@ -223,6 +225,7 @@ class _Episode:
             verdict=verdict,
             error=self.error,
             seconds=seconds,
+            artefact=self.artefact,
         )
 
 

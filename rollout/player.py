@@ -9,16 +9,18 @@ from functools import partial
 from typing import Protocol
 
 from palestra.envs.calls import JsonInTags
-from palestra.envs.environment import Taskset, Verifier
+from palestra.envs.environment import JudgesInBoxes, Taskset, Verifier
 from palestra.envs.load import load_taskset
 from palestra.envs.sandboxes.contract import Boxes
 from palestra.envs.types import JSON, Task
 from palestra.rollout.budgets import Budgets
 from palestra.rollout.engines.protocol import Engine
 from palestra.rollout.guard import GuardedEnvironment, GuardedVerifier
+from palestra.rollout.integrity import OnViolation, SettlingVerifier, is_masked
 from palestra.rollout.load_renderer import load_renderer
 from palestra.rollout.play import Stage, Ticket, play
 from palestra.rollout.renderer import History
+from palestra.rollout.second_opinion import SecondOpinion, SecondSettings, load_second
 from palestra.rollout.types import Trajectory
 
 
@@ -48,6 +50,8 @@ class PlayerSettings:
     budgets: Budgets = field(default_factory=Budgets)
     history: History = "append"
     trust_remote_code: bool = False
+    on_integrity_violation: OnViolation = "zero"
+    second_verifier: SecondSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Player:
         self._engine = engine
         self._make_boxes = boxes
         self._splits: dict[str, Sequence[Task]] = {}
+        self._judging: OwnedBoxes | None = None  # boxes that only verifiers use; made for the first that needs them
 
     async def start(self) -> None:
         """Load the taskset and the tokenizer, start the boxes and the judge."""
@@ -80,9 +85,26 @@ class Player:
             trust_remote_code=settings.trust_remote_code,
         )
         self._stage = Stage(self._engine, renderer, JsonInTags(), settings.budgets)
-        self._verifier: Verifier = GuardedVerifier(self._taskset.verifier())
+        verifier = self._taskset.verifier()
+        self._verifier: Verifier = SettlingVerifier(GuardedVerifier(verifier), settings.on_integrity_violation)
+        self._second = self._second_opinion()
         self._boxes = self._make_boxes()
         await self._boxes.start()
+        for judge in (verifier, None if self._second is None else self._second.verifier):
+            if isinstance(judge, JudgesInBoxes):
+                judge.lend(await self._judging_boxes())
+
+    def _second_opinion(self) -> SecondOpinion | None:
+        second = self._settings.second_verifier
+        if second is None:
+            return None
+        return SecondOpinion(load_second(second.name, self._taskset), second.share, self._settings.budgets.verify_s)
+
+    async def _judging_boxes(self) -> OwnedBoxes:
+        if self._judging is None:
+            self._judging = self._make_boxes()
+            await self._judging.start()
+        return self._judging
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Play, and play again while infrastructure fails, up to `max_attempts`. The last record is returned; what
@@ -95,16 +117,23 @@ class Player:
             if attempt > 1:  # another session: nothing that an engine kept of the failed try is taken up
                 ticket = replace(ticket, trajectory_id=f"{ticket.trajectory_id}.{attempt}")
             trajectory = await play(task, environment, self._verifier, self._stage, ticket)
-            if trajectory.valid or attempt == request.max_attempts:
+            masked = is_masked(trajectory.verdict, self._settings.on_integrity_violation)
+            if trajectory.valid or masked or attempt == request.max_attempts:
                 break
             discarded += trajectory.sampled_tokens
-        return replace(trajectory, facts={**trajectory.facts, "attempts": attempt, "discarded_tokens": discarded})
+        second = {} if self._second is None else await self._second.facts(task, trajectory)
+        facts = {**trajectory.facts, **second, "attempts": attempt, "discarded_tokens": discarded}
+        return replace(trajectory, facts=facts)
 
     async def close(self) -> int:
         """Give everything back. Returns the number of boxes that could not be removed."""
         await self._verifier.close()
-        await self._boxes.close()
-        return self._boxes.leaked()
+        if self._second is not None:
+            await GuardedVerifier(self._second.verifier).close()
+        pools = [self._boxes, *([] if self._judging is None else [self._judging])]
+        for boxes in pools:
+            await boxes.close()
+        return sum(boxes.leaked() for boxes in pools)
 
     def _task(self, split: str, index: int) -> Task:
         if split not in self._splits:

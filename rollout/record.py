@@ -89,15 +89,16 @@ def _message_to_json(message: Message) -> dict[str, JSON]:
 
 
 def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
+    flags = list(verdict.flags)
     if isinstance(verdict, Scored):
-        return {"scored": verdict.value, "parts": dict(verdict.parts)}
-    return {"no_verdict": verdict.cause}
+        return {"scored": verdict.value, "parts": dict(verdict.parts), "failure": verdict.failure, "flags": flags}
+    return {"no_verdict": verdict.cause, "flags": flags}
 
 
 def _verdict_from_json(record: dict[str, Any]) -> Verdict:
     if "scored" in record:
-        return Scored(record["scored"], record["parts"])
-    return NoVerdict(record["no_verdict"])
+        return Scored(record["scored"], record["parts"], tuple(record.get("flags", ())), record.get("failure"))
+    return NoVerdict(record["no_verdict"], tuple(record.get("flags", ())))
 
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.envs.types import Message, NoVerdict, Scored, ToolResult, Verdict
+from palestra.envs.types import Artefact, Message, NoVerdict, Scored, ToolResult, Verdict
 
 Int32 = NDArray[np.int32]
 Int16 = NDArray[np.int16]
@@ -129,6 +129,7 @@ class Trajectory:
     error: str | None = None  # the first cause, when infrastructure failed
     seconds: float = 0.0
     facts: Mapping[str, str | int | float] = field(default_factory=dict)  # sandbox, engine, retries: for the record
+    artefact: Artefact | None = None  # what was judged, until it is kept: `rollout/artefacts.py`
 
     @property
     def reward(self) -> float | None:

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import threading
 from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 
-from palestra.envs.sandboxes.backends import Backend, engine_socket
-from palestra.envs.sandboxes.contract import BoxSpec, Exec, Limits, Sandbox
+from palestra.envs.errors import SandboxError
+from palestra.envs.sandboxes.backends import Backend, choose_backend, engine_socket
+from palestra.envs.sandboxes.contract import BoxSpec, Exec, ExportLimits, Limits, Sandbox, Snapshot, Tree
 from palestra.envs.sandboxes.docker import DEFAULT_IMAGE, DockerBackend, Engine
 from palestra.envs.sandboxes.image import build_image
 from palestra.envs.sandboxes.namespace import NamespaceBackend
@@ -24,6 +25,7 @@ SPEC = BoxSpec(limits=Limits(memory_bytes=128 * 2**20, scratch_bytes=32 * 2**20,
 SCRIPTED = pytest.param("scripted")
 NAMESPACE = pytest.param("namespace")
 DOCKER = pytest.param("docker", marks=pytest.mark.docker)
+GVISOR = pytest.param("gvisor", marks=[pytest.mark.docker, pytest.mark.gvisor])
 
 
 class Home:
@@ -72,6 +74,25 @@ class Box:
         """Write a file."""
         self.home.do(self.sandbox.write(path, data, mode=mode))
 
+    def output(
+        self, handle: str | None, start: int, stop: int, stream: Literal["stdout", "stderr"] = "stdout"
+    ) -> bytes:
+        """A piece of what a command wrote."""
+        assert handle is not None
+        return self.home.do(self.sandbox.output(handle, stream, start, stop))
+
+    def export(self, *paths: str, **limits: int) -> Tree:
+        """Take files out."""
+        return self.home.do(self.sandbox.export(paths, ExportLimits(**limits)))
+
+    def snapshot(self, max_bytes: int = 64 * 2**20) -> Snapshot:
+        """Its state."""
+        return self.home.do(self.sandbox.snapshot(max_bytes))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put a state back."""
+        self.home.do(self.sandbox.restore(snapshot))
+
     def digest(self) -> str:
         """Its state."""
         return self.home.do(self.sandbox.digest())
@@ -89,13 +110,30 @@ def require_image() -> None:
         build_image(engine_socket())
 
 
+def require_gvisor() -> None:
+    """An engine that knows the runtime runsc, and the base image. Where it does and no box works, tests fail."""
+    require_image()
+    try:
+        Engine(engine_socket()).check_runtime("runsc")
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
 def backend(kind: str, **settings: Any) -> Backend:
     """A backend for tests, or a skip with the reason."""
+    if kind == "gvisor":
+        require_gvisor()
+        return choose_backend("docker", run="test", runtime="runsc")[0]
     if kind == "docker":
         require_image()
         return DockerBackend(run="test", socket_path=engine_socket(), **settings)
     require("bwrap")
     return NamespaceBackend(run="test", **settings)
+
+
+async def opened(kind: str) -> Sandbox:
+    """A new box of a kind."""
+    return ScriptedSandbox(small_shell) if kind == "scripted" else await backend(kind).open(SPEC, episode="t")
 
 
 def leased(silence_s: float, lifetime_s: float = 3600.0) -> Lease:
@@ -125,8 +163,7 @@ def box(request: pytest.FixtureRequest, home: Home, kept: dict[str, Box]) -> Box
     """A clean box of the kind in the test's parameter: a used one, reset; a new one where the last test broke it."""
     kind: str = request.param
     if kind not in kept:
-        sandbox = ScriptedSandbox(small_shell) if kind == "scripted" else home.do(backend(kind).open(SPEC, episode="t"))
-        kept[kind] = Box(home, sandbox)
+        kept[kind] = Box(home, home.do(opened(kind)))
     kept[kind].reset()
     return kept[kind]
 

@@ -60,7 +60,7 @@ class Plays:
 
 
 def stored_files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    return sorted(folder.glob("*.jsonl"))
 
 
 def collector(plays: Plays, folder: Path, **settings: object) -> tuple[Collector, Notebook]:

@@ -45,7 +45,7 @@ def test_a_function_or_class_of_one_s_own_package_needs_no_registration() -> Non
     ("name", "options", "said"),
     [
         ("arithmetik", {}, "did you mean 'arithmetic'"),
-        ("nothing", {}, "Have: arithmetic, gsm8k; your own is a path 'package.module:function'"),
+        ("nothing", {}, "; your own is a path 'package.module:function'"),
         ("no_such_package.tasks:load", {}, "No module named 'no_such_package'"),
         ("own_tasks:lode", {}, "own_tasks has no 'lode'"),
         ("own_tasks:number", {}, "is int; expected a function"),

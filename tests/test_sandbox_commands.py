@@ -21,6 +21,7 @@ pytestmark = pytest.mark.parametrize("box", [NAMESPACE, DOCKER], indirect=True)
 
 
 def test_exit_codes_and_signals_come_from_the_kernel(box: Box) -> None:
+    """K04."""
     assert box.sh("exit 7").exit_code == 7
     ended = box.sh("kill -TERM $$")
     assert (ended.exit_code, ended.signal, ended.timed_out, ended.out_of_memory) == (None, 15, False, False)
@@ -42,6 +43,7 @@ def test_what_cannot_be_started_is_127_or_126_with_the_reason(box: Box) -> None:
 
 
 def test_directory_and_environment_are_the_given_ones_and_nothing_of_the_host(box: Box) -> None:
+    """G11."""
     box.write("sub/file", b"")
     assert box.run("pwd").stdout == b"/workspace\n"
     assert box.run("pwd", cwd="sub").stdout == b"/workspace/sub\n"
@@ -57,6 +59,7 @@ def test_a_command_has_its_three_streams_and_no_other_descriptor(box: Box) -> No
 
 @pytest.mark.parametrize("waits", ["cat", "read line", "python3 -i", "exec 0<&-; cat"])
 def test_a_command_that_waits_for_input_returns_at_once(box: Box, waits: str) -> None:
+    """D08."""
     assert box.sh(waits, timeout_s=10).seconds < 5
 
 
@@ -65,6 +68,7 @@ def test_closed_output_streams_do_not_hold_anything_up(box: Box) -> None:
 
 
 def test_a_timeout_ends_the_command_and_everything_it_started(box: Box) -> None:
+    """D01, D02, D04."""
     script = "(while :; do echo x >> grown; sleep 0.05; done) & setsid sh -c 'trap \"\" TERM HUP; sleep 60' & sleep 60"
     began = time.monotonic()
     ended = box.sh(script, timeout_s=0.5)
@@ -78,6 +82,7 @@ def test_a_timeout_ends_the_command_and_everything_it_started(box: Box) -> None:
 
 
 def test_a_command_returns_when_it_exits_although_a_child_holds_its_streams(box: Box) -> None:
+    """D02, D07."""
     ended = box.sh("sleep 30 & setsid sleep 30 & (sleep 30 &) ; echo done", timeout_s=20)
     assert ended.stdout == b"done\n"
     assert ended.seconds < 5
@@ -86,6 +91,7 @@ def test_a_command_returns_when_it_exits_although_a_child_holds_its_streams(box:
 
 
 def test_processes_that_respawn_when_killed_are_ended(box: Box) -> None:
+    """D04."""
     script = "import os, signal\nfor _ in range(5):\n  if os.fork() == 0:\n    os.setsid()\n    while True:\n"
     script += "      if os.fork() == 0:\n        os._exit(0)\n      os.wait()\n"
     ended = box.python(script)
@@ -94,11 +100,13 @@ def test_processes_that_respawn_when_killed_are_ended(box: Box) -> None:
 
 
 def test_short_lived_orphans_leave_no_zombies(box: Box) -> None:
+    """D11."""
     assert box.sh("for i in $(seq 500); do (true &) ; done; sleep 0.3", timeout_s=30).exit_code == 0
     assert box.sh("cat /proc/[0-9]*/stat | grep -c ' Z '").stdout.strip() == b"0"
 
 
 def test_an_endless_flood_is_cut_and_counted_in_bounded_memory(box: Box) -> None:
+    """E05."""
     ended = box.run("yes", timeout_s=1.5)
     assert ended.timed_out
     assert len(ended.stdout) == LIMIT
@@ -119,11 +127,13 @@ def test_head_and_tail_of_a_long_output_are_kept(box: Box) -> None:
 
 
 def test_bytes_that_are_no_text_come_through(box: Box) -> None:
+    """F04."""
     script = "import sys; sys.stdout.buffer.write(bytes(range(256)) * 100)"
     assert box.python(script).stdout == bytes(range(256)) * 100
 
 
 def test_the_policy_has_no_capability_and_cannot_gain_one(box: Box) -> None:
+    """G07."""
     status = dict(row.split(":\t", 1) for row in box.run("cat", "/proc/self/status").stdout.decode().splitlines())
     assert status["Uid"].split() == ["65534"] * 4
     assert status["Gid"].split() == ["65534"] * 4
@@ -133,6 +143,7 @@ def test_the_policy_has_no_capability_and_cannot_gain_one(box: Box) -> None:
 
 
 def test_the_first_process_can_be_neither_signalled_nor_read(box: Box) -> None:
+    """D10."""
     box.sh("for number in $(seq 64); do kill -$number 1; done")
     box.sh("kill -9 -1")
     assert box.run("true").ok
@@ -142,6 +153,7 @@ def test_the_first_process_can_be_neither_signalled_nor_read(box: Box) -> None:
 
 
 def test_there_is_no_network_and_no_way_around_the_namespace(box: Box) -> None:
+    """G02."""
     script = """
 import socket
 for family, place in ((socket.AF_INET, ("169.254.169.254", 80)), (socket.AF_INET, ("8.8.8.8", 53))):
@@ -183,6 +195,7 @@ def test_only_the_scratch_can_be_written(box: Box) -> None:
 
 
 def test_a_full_scratch_is_an_error_inside_and_the_next_command_works(box: Box) -> None:
+    """E04."""
     for place in ("/workspace", "/tmp", "/dev/shm"):
         ended = box.sh(f"dd if=/dev/zero of={place}/big bs=1M count=200 2>&1; stat -c %s {place}/big")
         assert b"No space left" in ended.stdout
@@ -199,6 +212,7 @@ def test_a_file_cannot_pretend_to_be_larger_than_the_scratch(box: Box) -> None:
 
 
 def test_a_memory_hog_is_killed_told_as_such_and_the_next_command_works(box: Box) -> None:
+    """E02."""
     ended = box.python("x = []\nwhile True: x.append(bytearray(10**6))", timeout_s=60)
     assert ended.out_of_memory
     assert (ended.exit_code, ended.signal, ended.timed_out) == (None, 9, False)
@@ -208,6 +222,7 @@ def test_a_memory_hog_is_killed_told_as_such_and_the_next_command_works(box: Box
 
 
 def test_a_fork_bomb_is_held_and_the_next_command_works(box: Box) -> None:
+    """E01."""
     ended = box.python("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", timeout_s=2)
     assert ended.timed_out
     assert 10 < ended.survivors <= SPEC.limits.processes
@@ -215,6 +230,7 @@ def test_a_fork_bomb_is_held_and_the_next_command_works(box: Box) -> None:
 
 
 def test_open_files_are_limited_and_no_core_is_written(box: Box) -> None:
+    """E10."""
     script = (
         "import os\ntry:\n  while True: n = os.open('/dev/null', 0)\nexcept OSError: os.write(1, b'%d' % n)\nos.abort()"
     )

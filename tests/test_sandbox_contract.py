@@ -7,19 +7,15 @@ import asyncio
 import pytest
 
 from palestra.envs.errors import SandboxError
-from palestra.envs.sandboxes.contract import BoxClosed, Sandbox
+from palestra.envs.sandboxes.contract import BoxClosed, ExportLimits
 from palestra.envs.sandboxes.scripted import ScriptedSandbox, Trouble
-from sandbox_support import DOCKER, NAMESPACE, SCRIPTED, SPEC, Box, Home, backend, small_shell
+from sandbox_support import DOCKER, GVISOR, NAMESPACE, SCRIPTED, Box, Home, opened
 from sandbox_support import box as box
 from sandbox_support import home as home
 from sandbox_support import kept as kept
 
-every_kind = pytest.mark.parametrize("box", [SCRIPTED, NAMESPACE, DOCKER], indirect=True)
-every_name = pytest.mark.parametrize("kind", [SCRIPTED, NAMESPACE, DOCKER])
-
-
-async def opened(kind: str) -> Sandbox:
-    return ScriptedSandbox(small_shell) if kind == "scripted" else await backend(kind).open(SPEC, episode="t")
+every_kind = pytest.mark.parametrize("box", [SCRIPTED, NAMESPACE, DOCKER, GVISOR], indirect=True)
+every_name = pytest.mark.parametrize("kind", [SCRIPTED, NAMESPACE, DOCKER, GVISOR])
 
 
 @every_kind
@@ -126,9 +122,21 @@ def test_commands_asked_for_at_once_are_served_one_after_the_other(box: Box, hom
 def test_a_closed_box_refuses_everything_and_closes_twice(kind: str) -> None:
     async def body() -> None:
         box = await opened(kind)
+        state = await box.snapshot()
         await box.close()
         await box.close()
-        for call in (box.run(["true"], timeout_s=1), box.read("a", 1), box.write("a", b""), box.reset(), box.digest()):
+        calls = (
+            box.run(["true"], timeout_s=1),
+            box.read("a", 1),
+            box.write("a", b""),
+            box.reset(),
+            box.digest(),
+            box.output("a", "stdout", 0, 1),
+            box.export(["."], ExportLimits()),
+            box.snapshot(),
+            box.restore(state),
+        )
+        for call in calls:
             with pytest.raises(BoxClosed):
                 await call
 
@@ -159,7 +167,7 @@ def test_a_scripted_box_fails_once_where_it_is_told_to() -> None:
     asyncio.run(body())
 
 
-real_kinds = pytest.mark.parametrize("box", [NAMESPACE, DOCKER], indirect=True)
+real_kinds = pytest.mark.parametrize("box", [NAMESPACE, DOCKER, GVISOR], indirect=True)
 
 
 @real_kinds
@@ -190,8 +198,9 @@ def test_closed_modes_hide_nothing_from_a_digest_and_stay_as_they_were(box: Box)
     assert box.sh(close).ok
     first = box.digest()
     assert box.digest() == first
+    mode = "-maxdepth 0 -printf '%m\\n'"
     shown = (
-        "cd /; chmod 755 /workspace; cd /workspace; stat -c %a deep; chmod 755 deep deep/er; stat -c %a deep/er/file"
+        f"cd /; chmod 755 /workspace; cd /workspace; find deep {mode}; chmod 755 deep deep/er; find deep/er/file {mode}"
     )
     assert box.run("/bin/sh", "-c", shown, cwd="/").stdout == b"311\n0\n"
     box.reset({"deep/er/file": b"2"})

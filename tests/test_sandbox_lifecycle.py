@@ -24,6 +24,7 @@ from palestra.envs.sandboxes.docker import DEFAULT_IMAGE, Engine
 from palestra.envs.sandboxes.image import apt_mirror, build_image
 from palestra.envs.sandboxes.namespace import NamespaceBackend
 from palestra.envs.sandboxes.owner import Owner, Tag
+from palestra.envs.sandboxes.pool import PoolSettings, SandboxPool
 from palestra.envs.sandboxes.reaper import list_boxes, reap
 from sandbox_support import DOCKER, NAMESPACE, SPEC, backend, leased, require_image
 from tests_support import require
@@ -36,7 +37,7 @@ from palestra.envs.sandboxes.backends import choose_backend
 from palestra.envs.sandboxes.contract import BoxSpec
 async def main():
     backend, _ = choose_backend(sys.argv[1], run="doomed")
-    for n in range(3):
+    for n in range(int(sys.argv[2])):
         box = await backend.open(BoxSpec(), episode=str(n))
         print(box.id, flush=True)
     print("ready", flush=True)
@@ -46,9 +47,9 @@ asyncio.run(main())
 
 
 @contextlib.contextmanager
-def owner_process(kind: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """A process that owns three boxes, and their names."""
-    argv = [sys.executable, "-c", OWNER_SCRIPT, kind]
+def owner_process(kind: str, boxes: int = 3) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A process that owns some boxes, and their names."""
+    argv = [sys.executable, "-c", OWNER_SCRIPT, kind, str(boxes)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
@@ -140,6 +141,42 @@ def test_the_reaper_takes_created_and_running_containers_of_dead_owners_only() -
     finally:
         for name in cases:
             engine.remove(name)
+
+
+@pytest.mark.docker
+def test_a_pool_removes_what_dead_owners_leave_while_it_runs() -> None:
+    require_image()
+    engine = Engine(engine_socket())
+    name = f"palestra-reap-{secrets.token_hex(4)}"
+
+    async def body() -> None:
+        settings = PoolSettings(run="t", upkeep_s=0.1, reap_s=0.2)
+        async with SandboxPool(settings, backend("docker")) as pool:
+            assert not pool.reaped.errors
+            tag = Tag(dead_owner(), "reap", "lender", "e", time.time() + 60)
+            await asyncio.to_thread(engine.create, name, DEFAULT_IMAGE, SPEC, tag)
+            await asyncio.to_thread(await_gone, "docker", {name}, 20)
+
+    try:
+        asyncio.run(body())
+    finally:
+        engine.remove(name)
+
+
+@pytest.mark.slow
+@every_kind
+def test_twenty_boxes_of_a_killed_owner_are_gone_in_thirty_seconds(kind: str) -> None:
+    """Row I05."""
+    backend(kind)
+    if kind == "namespace" and not cgroups.available():
+        pytest.skip("the boxes of other processes are seen by their control groups, and none can be made here")
+    with owner_process(kind, 20) as (doomed, its):
+        assert len(its) == 20
+        assert set(its) <= existing(kind)
+        os.kill(doomed.pid, signal.SIGKILL)
+        doomed.wait()
+        assert not reap(engine_socket() if kind == "docker" else None).errors
+        await_gone(kind, set(its), 30)
 
 
 @every_kind

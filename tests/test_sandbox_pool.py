@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from palestra.envs.errors import SandboxError
-from palestra.envs.sandboxes.contract import BoxClosed, BoxSpec, Exec, Limits, Sandbox
+from palestra.envs.sandboxes.contract import BoxClosed, BoxSpec, EngineAway, Exec, Limits, Sandbox
 from palestra.envs.sandboxes.pool import PoolSettings, SandboxPool
 from palestra.envs.sandboxes.scripted import ScriptedSandbox, Trouble
+from palestra.envs.sandboxes.waiting import Quantiles, TokenBucket, Waits
 from sandbox_support import DOCKER, NAMESPACE, SPEC, backend
 
 OTHER = BoxSpec(limits=Limits(processes=5))
@@ -72,6 +76,14 @@ async def settled() -> None:
         await asyncio.sleep(0.001)
 
 
+async def until(done: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if done():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not come to be")
+
+
 def test_a_box_comes_with_its_files_and_comes_back_clean() -> None:
     async def body() -> None:
         made = ScriptedBackend()
@@ -82,7 +94,9 @@ def test_a_box_comes_with_its_files_and_comes_back_clean() -> None:
             await pool.release(first)
             await settled()
             second = await pool.acquire(BoxSpec(), {}, episode="e2")
-            assert second is first
+            assert second.id == first.id
+            with pytest.raises(BoxClosed, match="given back"):
+                await first.run(["true"], timeout_s=1)
             with pytest.raises(FileNotFoundError):
                 await second.read("left", 10)
             assert (pool.counts.created, pool.counts.reused, pool.counts.acquired) == (1, 1, 2)
@@ -179,9 +193,9 @@ def test_a_box_that_cannot_be_made_fails_one_and_serves_the_others() -> None:
 
 def test_waiting_has_a_deadline_that_says_what_it_waited_for() -> None:
     async def body() -> None:
-        async with SandboxPool(settings(1, acquire_s=0.05), ScriptedBackend()) as pool:
+        async with SandboxPool(settings(1, acquire_s=0.5), ScriptedBackend()) as pool:
             await pool.acquire(BoxSpec(), {}, episode="e1")
-            with pytest.raises(SandboxError, match=r"no box for e2 within 0\.05 s: 1 of 1 are lent"):
+            with pytest.raises(SandboxError, match=r"no box for e2 within 0\.5 s: 1 of 1 are lent"):
                 await pool.acquire(BoxSpec(), {}, episode="e2")
 
     asyncio.run(body())
@@ -239,7 +253,7 @@ def test_an_old_box_is_replaced_when_it_comes_back() -> None:
 
 def test_closing_removes_idle_lent_and_half_made_boxes_and_refuses_who_waits() -> None:
     async def body() -> None:
-        made = ScriptedBackend(making_s=0.01)
+        made = ScriptedBackend(making_s=0.3)
         pool = SandboxPool(settings(2), made)
         await pool.start()
         await pool.acquire(BoxSpec(), {}, episode="e1")
@@ -268,7 +282,7 @@ def test_a_box_given_back_twice_or_unknown_is_left_alone() -> None:
             await settled()
             first = await pool.acquire(BoxSpec(), {}, episode="e2")
             second = await pool.acquire(BoxSpec(), {}, episode="e3")
-            assert first is not second
+            assert first.id != second.id
 
     asyncio.run(body())
 
@@ -287,6 +301,265 @@ def test_the_settings_fill_in_what_a_spec_leaves_open() -> None:
             await pool.acquire(BoxSpec(), {}, episode="e1")
             await pool.acquire(OTHER, {}, episode="e2")
         assert [spec.limits.processes for spec in seen] == [7, 5]
+
+    asyncio.run(body())
+
+
+class Slow(ScriptedBackend):
+    """Boxes whose commands take a moment, and a count of how many run at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = self.most_running = 0
+        self.order: list[str] = []
+
+    async def open(self, spec: BoxSpec, *, episode: str) -> Sandbox:
+        box = await super().open(spec, episode=episode)
+        run = box.run
+
+        async def slowly(argv: Sequence[str], **settings: Any) -> Exec:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            self.order.append(box.id)
+            await asyncio.sleep(0.002)
+            self.running -= 1
+            return await run(argv, **settings)
+
+        box.run = slowly  # type: ignore[method-assign]
+        return box
+
+
+def test_commands_take_turns_and_a_box_with_many_holds_up_no_other() -> None:
+    async def body() -> None:
+        made = Slow()
+        async with SandboxPool(replace(settings(4), executing=2), made) as pool:
+            greedy, *others = [await pool.acquire(BoxSpec(), {}, episode=str(n)) for n in range(4)]
+            many = [asyncio.ensure_future(greedy.run(["true"], timeout_s=1)) for _ in range(40)]
+            await asyncio.sleep(0)
+            await asyncio.gather(*(other.run(["true"], timeout_s=1) for other in others))
+            assert made.order.count(greedy.id) <= 4  # though its forty were asked for first
+            await asyncio.gather(*many)
+            assert made.most_running == 2
+            waits = pool.waits()["command"]
+            assert waits.count == 43
+            assert 0 <= waits.p50 <= waits.p95 <= waits.longest
+            assert pool.waits()["box"].count == 4
+
+    asyncio.run(body())
+
+
+def test_a_command_waits_for_its_turn_no_longer_than_the_deadline() -> None:
+    async def body() -> None:
+        async with SandboxPool(replace(settings(2, acquire_s=0.5), executing=1), Slow()) as pool:
+            boxes = [await pool.acquire(BoxSpec(), {}, episode=str(n)) for n in range(2)]
+            made = pool.backend.boxes  # type: ignore[attr-defined]
+            made[0].trouble = Trouble.STALL
+            stalled = asyncio.ensure_future(boxes[0].run(["true"], timeout_s=1.5))
+            await asyncio.sleep(0.001)
+            with pytest.raises(SandboxError, match=r"no turn for a command within 0\.5 s; 1 run at once"):
+                await boxes[1].run(["true"], timeout_s=1)
+            with pytest.raises(SandboxError, match="no answer"):
+                await stalled
+            assert (await boxes[1].run(["true"], timeout_s=1)).ok  # the turn was given back
+
+    asyncio.run(body())
+
+
+def test_a_box_that_is_given_back_under_a_command_is_replaced() -> None:
+    """Row I13: nobody waits for the command, and nobody who kept the box reaches it again."""
+
+    async def body() -> None:
+        made = Slow()
+        async with SandboxPool(settings(2), made) as pool:
+            box = await pool.acquire(BoxSpec(), {}, episode="e1")
+            running = asyncio.ensure_future(box.run(["true"], timeout_s=1))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await pool.release(box)
+            await settled()
+            assert made.closed == ["box-1"]
+            assert pool.counts.replaced == 1
+            with pytest.raises(BoxClosed):
+                await running
+            for call in (box.read("a", 1), box.write("a", b""), box.reset(), box.digest()):
+                with pytest.raises(BoxClosed, match="given back"):
+                    await call
+            await box.close()
+            assert (await pool.acquire(BoxSpec(), {}, episode="e2")).id == "box-2"
+
+    asyncio.run(body())
+
+
+def test_a_handle_of_an_earlier_loan_gives_nothing_back() -> None:
+    async def body() -> None:
+        async with SandboxPool(settings(1), ScriptedBackend()) as pool:
+            first = await pool.acquire(BoxSpec(), {}, episode="e1")
+            await pool.release(first)
+            second = await pool.acquire(BoxSpec(), {}, episode="e2")
+            assert second.id == first.id
+            await pool.release(first)
+            assert (await second.run(["true"], timeout_s=1)).ok
+
+    asyncio.run(body())
+
+
+def test_a_box_that_served_a_policy_is_never_a_verifiers() -> None:
+    async def body() -> None:
+        async with SandboxPool(settings(1), ScriptedBackend()) as pool:
+            used = set()
+            for n in range(6):
+                spec = BoxSpec(role="verifier" if n % 2 else "policy")
+                box = await pool.acquire(spec, {}, episode=str(n))
+                assert (box.id, spec.role == "policy") not in {(name, not mine) for name, mine in used}
+                used.add((box.id, spec.role == "policy"))
+                await pool.release(box)
+            assert len({name for name, _ in used}) == 6
+
+    asyncio.run(body())
+
+
+def test_idle_boxes_follow_what_was_wanted_of_late() -> None:
+    async def body() -> None:
+        now = [0.0]
+        made = ScriptedBackend()
+        own = replace(settings(8), upkeep_s=0.01, demand_s=100.0)
+        async with SandboxPool(own, made, clock=lambda: now[0]) as pool:
+            boxes = [await pool.acquire(BoxSpec(), {}, episode=str(n)) for n in range(6)]
+            for box in boxes:
+                await pool.release(box)
+            await asyncio.sleep(0.05)
+            assert len(await made.owned()) == 6  # kept for the next ones
+            now[0] = 150.0
+            for _ in range(2):
+                await pool.release(await pool.acquire(BoxSpec(), {}, episode="few"))
+            await asyncio.sleep(0.05)
+            assert len(await made.owned()) == 6  # the peak is not long ago
+            now[0] = 260.0
+            await until(lambda: len(made.closed) == 5)
+            assert pool.counts.trimmed == 5
+            now[0] = 1000.0
+            await until(lambda: len(made.closed) == 6)
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_is_away_is_asked_again_and_one_that_refuses_is_not() -> None:
+    """Rows I10 and I11."""
+
+    async def body() -> None:
+        class Away(ScriptedBackend):
+            error: SandboxError | None = EngineAway("no answer")
+            tries = 0
+
+            async def open(self, spec: BoxSpec, *, episode: str) -> Sandbox:
+                self.tries += 1
+                if self.error is not None:
+                    raise self.error
+                return await super().open(spec, episode=episode)
+
+        made = Away()
+        async with SandboxPool(settings(4), made) as pool:
+            asked = [asyncio.ensure_future(pool.acquire(BoxSpec(), {}, episode=str(n))) for n in range(4)]
+            await asyncio.sleep(0.2)
+            assert 4 <= made.tries <= 16  # there are pauses, and they grow
+            made.error = None
+            assert len({box.id for box in await asyncio.gather(*asked)}) == 4
+        made.error, made.tries = SandboxError("no image palestra/none:1"), 0
+        async with SandboxPool(settings(4), made) as pool:
+            with pytest.raises(SandboxError, match="no image"):
+                await pool.acquire(BoxSpec(), {}, episode="e")
+            assert made.tries == 1
+
+    asyncio.run(body())
+
+
+def test_boxes_are_begun_at_a_bounded_rate_in_order() -> None:
+    now = [0.0]
+    bucket = TokenBucket(10.0, 3, clock=lambda: now[0])
+    assert [round(bucket.reserve(), 3) for _ in range(6)] == [0.0, 0.0, 0.0, 0.1, 0.2, 0.3]
+    now[0] = 10.0
+    assert [round(bucket.reserve(), 3) for _ in range(4)] == [0.0, 0.0, 0.0, 0.1]
+
+
+def test_quantiles_of_waits_are_of_waits_that_were() -> None:
+    waits = Waits()
+    assert waits.quantiles().count == 0
+    for n in range(1, 101):
+        waits.add(float(n))
+    assert waits.quantiles() == Quantiles(100, 50.0, 95.0, 100.0)
+
+
+@pytest.mark.parametrize("at", range(1, 30))
+def test_an_episode_cancelled_at_any_moment_leaves_a_whole_pool(at: int) -> None:
+    """Row I04: the box is back or replaced, and the counts are exact."""
+
+    async def body() -> None:
+        made = ScriptedBackend(making_s=0)
+        async with SandboxPool(settings(2), made) as pool:
+
+            async def episode() -> None:
+                box = await pool.acquire(BoxSpec(), {"a": b"1"}, episode="doomed")
+                try:
+                    await box.run(["true"], timeout_s=1)
+                    await box.write("b", b"2")
+                finally:
+                    await pool.release(box)
+
+            doomed = asyncio.ensure_future(episode())
+            for _ in range(at):
+                await asyncio.sleep(0)
+            doomed.cancel()
+            await asyncio.wait({doomed})
+            await settled()
+            boxes = [await pool.acquire(BoxSpec(), {}, episode=str(n)) for n in range(2)]
+            for box in boxes:
+                with pytest.raises(FileNotFoundError):
+                    await box.read("b", 9)
+            assert pool.counts.created - pool.counts.replaced == len(await made.owned())
+        assert pool.leaked() == 0
+        assert await made.owned() == []
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("kind", ["scripted", NAMESPACE, DOCKER])
+def test_a_fork_has_the_state_of_its_box_and_goes_its_own_way(kind: str) -> None:
+    async def body() -> None:
+        made = ScriptedBackend() if kind == "scripted" else backend(kind)
+        async with SandboxPool(settings(3, acquire_s=60.0), made) as pool:
+            box = await pool.acquire(SPEC, {"a": b"1"}, episode="e1")
+            await box.write("folder/b", b"2", mode=0o755)
+            other = await pool.fork(box, episode="e1-fork")
+            assert other.id != box.id
+            assert await other.digest() == await box.digest()
+            await other.write("a", b"changed")
+            assert await box.read("a", 9) == b"1"
+            assert await other.read("folder/b", 9) == b"2"
+            assert pool.counts.forked == 1
+            await pool.release(box)
+            assert await other.read("a", 9) == b"changed"
+            with pytest.raises(BoxClosed, match="not lent"):
+                await pool.fork(box, episode="late")
+        assert pool.leaked() == 0
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("trouble", [Trouble.FAIL, Trouble.DIE])
+def test_a_fork_that_fails_gives_its_box_back(trouble: Trouble) -> None:
+    async def body() -> None:
+        made = ScriptedBackend()
+        async with SandboxPool(settings(2), made) as pool:
+            pool.warm(BoxSpec(), 2)
+            await settled()
+            box = await pool.acquire(BoxSpec(), {}, episode="e1")
+            spare = next(one for one in made.boxes if one.id != box.id)
+            spare.trouble = trouble
+            with pytest.raises(SandboxError):
+                await pool.fork(box, episode="e2")
+            await settled()
+            assert (await pool.acquire(BoxSpec(), {}, episode="e3")).id != box.id
+            assert pool.counts.forked == 0
 
     asyncio.run(body())
 

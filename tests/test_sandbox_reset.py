@@ -48,6 +48,7 @@ subprocess.Popen(["sleep", "1000"], start_new_session=True)
 
 
 def test_a_very_deep_tree_is_wiped(box: Box) -> None:
+    """E07."""
     script = """
 import os
 for place, depth in (("/workspace", 3000), ("/tmp", 1000)):
@@ -127,6 +128,7 @@ def test_a_link_or_special_file_is_neither_read_nor_written(box: Box, trick: str
 
 
 def test_a_link_on_the_way_is_not_followed(box: Box) -> None:
+    """G08."""
     assert box.sh("mkdir real; echo x > real/file; ln -s real way; ln -s / out; ln -s way loop").ok
     for path in ("way/file", "out/etc/passwd", "loop/file", "/workspace/way/file", "/bin/sh"):
         with pytest.raises(PermissionError):

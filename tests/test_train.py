@@ -135,7 +135,7 @@ def test_a_run_leaves_what_was_promised(tmp_path: Path, model: Path) -> None:
     assert [line["step"] for line in metrics if "rollout/reward_mean" in line] == [1, 2, 3, 4]
     assert list((run / "wandb").glob("offline-run-*"))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
-    tokens = sum(t.sampled_tokens for file in (run / "trajectories").iterdir() for t in record.read(file))
+    tokens = sum(t.sampled_tokens for file in (run / "trajectories").glob("*.jsonl") for t in record.read(file))
     accounted = sum(int(str(value)) for key, value in values.items() if key.startswith("tokens_"))
     assert tokens == accounted == values["policy_tokens"]
     again = palestra("train", configuration(tmp_path, model))

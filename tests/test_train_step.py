@@ -113,7 +113,7 @@ def test_a_run_that_replaces_groups_and_is_killed_trains_each_task_once_to_the_s
 def _tokens_add_up(folder: Path, name: str) -> None:
     values = summary(folder, name)
     run = folder / "runs" / name
-    recorded = sum(t.sampled_tokens for file in (run / "trajectories").iterdir() for t in record.read(file))
+    recorded = sum(t.sampled_tokens for file in (run / "trajectories").glob("*.jsonl") for t in record.read(file))
     accounted = sum(int(str(value)) for key, value in values.items() if key.startswith("tokens_"))
     assert recorded == accounted == values["policy_tokens"]
     steps = steps_of(folder, name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol
 
-from palestra.envs.errors import ConfigError
+from palestra.envs.errors import ConfigError, SandboxError
 from palestra.envs.sandboxes.contract import BoxSpec, Sandbox
 from palestra.envs.sandboxes.namespace import NamespaceBackend
 
@@ -60,14 +62,26 @@ def engine_trouble(socket_path: str) -> str | None:
 
 
 def choose_backend(
-    kind: BackendName, *, run: str, image: str | None = None, socket_path: str | None = None
+    kind: BackendName,
+    *,
+    run: str,
+    image: str | None = None,
+    socket_path: str | None = None,
+    runtime: str | None = None,
 ) -> tuple[Backend, str]:
     """A backend for a run, and the reason in words. `image` None: the default one.
+
+    `runtime`: the container runtime that boxes must have, "runsc" for gVisor; None: whatever the engine's default is.
+    One that is asked for is never left out: the engine must list it, and a box must come up with it.
 
     "auto" takes Docker where an engine answers and has the image, else namespaces. Raises ConfigError with what to do
     when the kind that was asked for, or for "auto" neither, works here.
     """
     path = socket_path or engine_socket()
+    if runtime is not None:
+        if kind == "namespace":
+            raise ConfigError(f"sandbox namespace: has no runtime {runtime!r}; use the docker sandbox, or no runtime")
+        return _docker(run, image, path, runtime), f"docker with {runtime}: asked for"
     if kind == "namespace":
         return NamespaceBackend(run=run), "namespace: asked for"
     try:
@@ -82,11 +96,18 @@ def choose_backend(
     return backend, "docker: asked for" if kind == "docker" else f"docker: an engine answers at {path}"
 
 
-def _docker(run: str, image: str | None, socket_path: str) -> Backend:
+def _docker(run: str, image: str | None, socket_path: str, runtime: str | None = None) -> Backend:
     trouble = engine_trouble(socket_path)
     if trouble is not None:
         raise ConfigError(f"sandbox docker: {trouble}")
     # here, because the package is an extra that a machine without an engine does not need
     from palestra.envs.sandboxes.docker import DEFAULT_IMAGE, DockerBackend
 
-    return DockerBackend(run=run, socket_path=socket_path, image=image or DEFAULT_IMAGE)
+    backend = DockerBackend(run=run, socket_path=socket_path, image=image or DEFAULT_IMAGE, runtime=runtime)
+    if runtime is not None:
+        with ThreadPoolExecutor(1) as apart:  # whoever asks may be on a running loop
+            try:
+                apart.submit(asyncio.run, backend.probe()).result()
+            except SandboxError as error:
+                raise ConfigError(f"sandbox docker: no box works with the runtime {runtime!r}: {error}") from error
+    return backend

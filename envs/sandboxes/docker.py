@@ -2,7 +2,8 @@
 
 The supervisor is user 0 of the container with six capabilities, enough to end and to clean up after the policy, whose
 commands run as another user without any. The root file system is read-only; what can be written is memory of a fixed
-size; there is no network, no host path and no credential. The container ends when this process's connection to it does.
+size; there is no network interface, no host path and no credential (`egress` has the way out of a box that may have
+one). The container ends when this process's connection to it does.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from typing import IO, Any
 
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.types import LogConfig
+from docker.types import LogConfig, Mount
 from requests.exceptions import RequestException
 
 from palestra.envs.errors import ConfigError, SandboxError
 from palestra.envs.sandboxes.channel import SUPERVISOR_ARGV
-from palestra.envs.sandboxes.contract import BoxSpec
+from palestra.envs.sandboxes.contract import BoxSpec, EngineAway
+from palestra.envs.sandboxes.egress import BOX_FOLDER, Gate
 from palestra.envs.sandboxes.owner import PREFIX, PROJECT, Owner, Tag
-from palestra.envs.sandboxes.supervised import POLICY_UID, WORKSPACE, Lease, Scratch, SupervisedSandbox
+from palestra.envs.sandboxes.supervised import (
+    EXAMINER_UID,
+    JUDGING,
+    POLICY_UID,
+    Lease,
+    Scratch,
+    SupervisedSandbox,
+)
 from palestra.envs.sandboxes.waiting import to_the_end
 
 DEFAULT_IMAGE = "palestra/base:bookworm"
@@ -38,6 +47,9 @@ CALL_S = 60  # the longest wait for the engine's answer to one call
 GONE_S = 15.0
 BYTES_PER_INODE = 4096
 STDOUT = 1
+HOST_KERNEL = ("runc", "crun", "io.containerd.runc.v2", "io.containerd.runtime.v1.linux")
+OWN_THREADS = 256  # of a runtime with a kernel of its own, which count as the box's
+OTHER_KERNEL_LACKS = ("CORE", "MSGQUEUE")  # limits that a runtime with a kernel of its own may not have; it is recorded
 WORDS = 2000
 
 
@@ -73,6 +85,16 @@ class Engine:
         }
         return tuple(f"{name}: the engine does not support it" for name, lacks in lacking.items() if lacks)
 
+    def check_runtime(self, name: str) -> None:
+        """Raises SandboxError with those it has when the engine does not list the runtime."""
+        with _engine_errors("asking the engine for its runtimes"):
+            runtimes = sorted(self._api.info().get("Runtimes") or ())
+        if name not in runtimes:
+            raise SandboxError(
+                f"the engine has no runtime {name!r}, only {', '.join(runtimes)}; register it in the engine's "
+                "daemon.json, or choose no runtime to run without that wall"
+            )
+
     def image(self, name: str) -> Mapping[str, Any]:
         """The image's configuration. Raises SandboxError with what to do when it is not there."""
         with _engine_errors(f"looking for the image {name}"):
@@ -93,8 +115,10 @@ class Engine:
         with _engine_errors(f"importing the image {name}"):
             self._api.import_image_from_stream(tarball, repository=repository, tag=tag or "latest", changes=changes)
 
-    def create(self, name: str, image: str, spec: BoxSpec, tag: Tag) -> None:
-        """Create the container, not started."""
+    def create(
+        self, name: str, image: str, spec: BoxSpec, tag: Tag, gate: str | None = None, runtime: str | None = None
+    ) -> None:
+        """Create the container, not started. `gate`: the folder of its way out. `runtime` None: the engine's."""
         config = self.image(image)
         if config.get("Volumes"):
             volumes = ", ".join(config["Volumes"])
@@ -113,7 +137,7 @@ class Engine:
                 environment=[*(name for name in names if name != "PATH"), BOX_PATH],  # a bare name unsets it
                 healthcheck={"test": ["NONE"]},
                 labels=tag.labels(),
-                host_config=self._api.create_host_config(**_host_config(spec)),
+                host_config=self._api.create_host_config(**_host_config(spec, runtime), **_way_out(gate)),
             )
 
     def attach(self, name: str) -> socket.socket:
@@ -175,7 +199,7 @@ class Engine:
 
 
 class DockerBackend:
-    """Makes boxes on one engine. Raises ConfigError at once when the engine or the default image is not there."""
+    """Makes boxes on one engine. Raises ConfigError at once when the engine, the image or the runtime is not there."""
 
     name = "docker"
 
@@ -185,6 +209,7 @@ class DockerBackend:
         run: str,
         socket_path: str,
         image: str = DEFAULT_IMAGE,
+        runtime: str | None = None,
         owner: Owner | None = None,
         lease: Lease | None = None,
         grace_s: float = 10.0,
@@ -192,11 +217,14 @@ class DockerBackend:
         try:
             self._engine = Engine(socket_path)
             self._engine.image(image)
+            if runtime is not None:
+                self._engine.check_runtime(runtime)
             self.unenforced = self._engine.unenforced
         except SandboxError as error:
             raise ConfigError(f"sandbox docker: {error}") from error
         self._run = run
         self._image = image
+        self._runtime = runtime
         self._owner = owner or Owner.this_process()
         self._lease = lease or Lease()
         self._grace_s = grace_s
@@ -207,19 +235,53 @@ class DockerBackend:
         name = f"palestra-{re.sub('[^a-zA-Z0-9_.-]', '-', self._run)[:40]}-{secrets.token_hex(6)}"
         tag = Tag(self._owner, self._run, self._lender, episode, time.time() + self._lease.lifetime_s)
         opened = False
+        if spec.network and self._runtime is not None:
+            raise SandboxError(
+                f"a box of the runtime {self._runtime!r} has a kernel of its own and cannot hand the host a socket, so "
+                "it has no way out; leave `network` empty, or use the engine's default runtime"
+            )
+        gate = Gate(name, spec.network, self._owner) if spec.network else None
         try:
-            await to_the_end(asyncio.to_thread(self._engine.create, name, spec.image or self._image, spec, tag))
+            folder = None if gate is None else str(gate.folder)
+            image = spec.image or self._image
+            await to_the_end(asyncio.to_thread(self._engine.create, name, image, spec, tag, folder, self._runtime))
             stream = await to_the_end(asyncio.to_thread(self._engine.attach, name))
             transport = await _Attached.over(stream)
             remove = functools.partial(self._remove, name)
-            box = SupervisedSandbox(name, transport, remove, grace_s=self._grace_s, lease=self._lease)
+            box = SupervisedSandbox(
+                name,
+                transport,
+                remove,
+                grace_s=self._grace_s,
+                lease=self._lease,
+                gate=gate,
+                role=spec.role,
+                workspace=spec.workspace,
+            )
             await to_the_end(asyncio.to_thread(self._engine.start, name))
-            await box.start(spec.limits)
+            await box.start(spec.limits, may_lack=OTHER_KERNEL_LACKS if _has_own_kernel(self._runtime) else ())
             opened = True
             return box
         finally:
             if not opened:
+                if gate is not None:
+                    gate.close()
                 await to_the_end(asyncio.to_thread(self._engine.remove, name))
+
+    async def probe(self) -> None:
+        """See that a box comes up and works with the runtime, and what it cannot enforce. Raises SandboxError."""
+        box = await self.open(BoxSpec(), episode="probe")
+        try:
+            done = await box.run(["true"], timeout_s=10)
+            await box.reset()
+        finally:
+            await box.close()
+        if not done.ok:
+            raise SandboxError(f"{box.id}: `true` failed: {done}")
+        if not _has_own_kernel(self._runtime):
+            return
+        self.unenforced += (f"processes: up to {OWN_THREADS} more, since threads of {self._runtime} count with them",)
+        self.unenforced += tuple(f"{name}: the kernel of {self._runtime} has no such limit" for name in box.unset)
 
     async def owned(self) -> list[str]:
         """The boxes that this backend has made and that still exist, in whatever state."""
@@ -275,12 +337,19 @@ class _Attached:
         self._writer.close()
 
 
-def _host_config(spec: BoxSpec) -> dict[str, Any]:
-    limits, scratch = spec.limits, Scratch.of(spec.limits)
+def _has_own_kernel(runtime: str | None) -> bool:
+    return runtime is not None and runtime not in HOST_KERNEL
+
+
+def _host_config(spec: BoxSpec, runtime: str | None) -> dict[str, Any]:
+    limits, scratch = spec.limits, Scratch.of(spec.limits, spec.role)
     owned = f"mode=0755,uid={POLICY_UID},gid={POLICY_UID}"
 
     def memory(size: int, rights: str) -> str:
         return f"rw,nosuid,nodev,exec,size={size},nr_inodes={max(64, size // BYTES_PER_INODE)},{rights}"
+
+    owned_by_examiner = f"mode=0755,uid={EXAMINER_UID},gid={EXAMINER_UID}"
+    judging = {path: memory(scratch.judging, owned_by_examiner) for path in JUDGING if spec.role == "verifier"}
 
     return {
         "network_mode": "none",
@@ -289,9 +358,14 @@ def _host_config(spec: BoxSpec) -> dict[str, Any]:
         "cap_add": list(CAPABILITIES),
         "security_opt": ["no-new-privileges:true"],
         "read_only": True,
-        "tmpfs": {WORKSPACE: memory(scratch.workspace, owned), "/tmp": memory(scratch.tmp, "mode=1777")},
+        "tmpfs": {
+            spec.workspace: memory(scratch.workspace, owned),
+            "/tmp": memory(scratch.tmp, "mode=1777"),
+            **judging,
+        },
         "shm_size": scratch.shm,
-        "pids_limit": limits.processes + 1,  # and the supervisor
+        "runtime": runtime,
+        "pids_limit": limits.processes + (OWN_THREADS if _has_own_kernel(runtime) else 1),  # and the supervisor
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,  # memory and swap together: no swap
         "nano_cpus": int(limits.cpus * 1e9),
@@ -300,9 +374,22 @@ def _host_config(spec: BoxSpec) -> dict[str, Any]:
     }
 
 
+def plain_client(socket_path: str) -> docker.DockerClient:
+    """The package's own client, as people use it: for measuring against. Raises SandboxError."""
+    with _engine_errors(f"connecting to {socket_path}"):
+        return docker.DockerClient(base_url=f"unix://{socket_path}", timeout=CALL_S)
+
+
+def _way_out(folder: str | None) -> dict[str, Any]:
+    """The one host folder that a box with a network sees, until its supervisor has started."""
+    mount = Mount(BOX_FOLDER, folder, type="bind", read_only=True)
+    return {} if folder is None else {"mounts": [mount]}
+
+
 @contextlib.contextmanager
 def _engine_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except (DockerException, RequestException) as error:
-        raise SandboxError(f"the Docker engine failed while {doing}: {error}") from error
+        away = isinstance(error, RequestException) and not isinstance(error, APIError)  # an APIError is an answer
+        raise (EngineAway if away else SandboxError)(f"the Docker engine failed while {doing}: {error}") from error

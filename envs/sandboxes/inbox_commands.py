@@ -8,6 +8,7 @@ import os
 import posixpath
 import select
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,21 @@ SWEEP_S = 5.0
 OOM_COUNTERS = ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")  # cgroup v1, v2
 
 
+class Spool:
+    """Hands a long stream on to the host, up to a number of bytes; it is kept there, out of the policy's reach."""
+
+    def __init__(self, line: Line, stream: int, size: int) -> None:
+        self.line = line
+        self.stream = stream
+        self.left = size
+
+    def add(self, data: bytes) -> None:
+        """More of it."""
+        if self.left:
+            self.line.send({"part": self.stream}, data[: self.left])
+            self.left -= min(self.left, len(data))
+
+
 class Commands:
     """Starts the policy's commands and ends them. Needs to be process 1, whose children all orphans become."""
 
@@ -27,6 +43,7 @@ class Commands:
         self.policy = policy
         self.workspace: str = config["workspace"]
         self.output_bytes: int = config["output_bytes"]
+        self.spool_bytes: int = config["spool_bytes"]
         self.env: dict[str, str] = config["env"]
         self.oom_fd = next((os.open(path, os.O_RDONLY) for path in OOM_COUNTERS if os.path.exists(path)), None)
         self.wake, wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -40,17 +57,21 @@ class Commands:
         oom_before = self._oom_kills()
         with contextlib.ExitStack() as opened:
             kept: dict[int, Kept] = {}
+            spools = [Spool(self.line, stream, self.spool_bytes) for stream in range(2)]
             with contextlib.ExitStack() as given:
                 fds = [_stdin(stdin)]
                 given.callback(os.close, fds[0])
-                for _ in range(2):
+                for spool in spools:
                     reader, writer = os.pipe2(os.O_CLOEXEC)
                     opened.callback(os.close, reader)
                     given.callback(os.close, writer)
                     os.set_blocking(reader, False)
-                    kept[reader] = Kept(self.output_bytes)
+                    kept[reader] = Kept(self.output_bytes, spool.add)
                     fds.append(writer)
-                pid, status = self._start(header, fds)
+                joined = [given.enter_context(end) for end in socket.socketpair()] if header["beside"] else []
+                pid, status = self._start(header, [*fds, *(end.fileno() for end in joined[:1])])
+                if joined:
+                    self._start_beside(header, joined[1].fileno())
             if status is None:
                 status = self._follow(pid, began + header["timeout_s"], kept)
             late = status is None
@@ -65,6 +86,14 @@ class Commands:
         facts["seconds"] = time.monotonic() - began
         return facts, b"".join(stream.parts()[0] for stream in kept.values())
 
+    def _start_beside(self, header: dict[str, Any], joined: int) -> None:
+        """The second command, which says nothing to anyone but over the socket; one that cannot start hangs up."""
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._start({**header, "argv": header["beside"], "user": "policy"}, [null, null, null, joined])
+        finally:
+            os.close(null)
+
     def _start(self, header: dict[str, Any], fds: list[int]) -> tuple[int, int | None]:
         """The new process; or 0 and a wait status as of a shell that could not start it, and why on its stderr.
 
@@ -73,7 +102,7 @@ class Commands:
         argv, env = header["argv"], {**self.env, **header["env"]}
         cwd = posixpath.join(self.workspace, header["cwd"] or "")
         try:
-            with self.policy.lending():
+            with self.policy.lending(header["user"]):
                 os.chdir(cwd)
                 pid = os.posix_spawn(
                     _program(argv, env),

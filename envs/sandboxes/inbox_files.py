@@ -32,7 +32,7 @@ class Files:
         if full == "/":
             raise IsADirectoryError(errno.EISDIR, "is a directory", path)
         with self.policy.acting():
-            folder, name = _folder_of(full, make=False)
+            folder, name = folder_of(full, make=False)
             try:
                 kind = _kind(name, folder)
                 if kind == stat.S_IFDIR:
@@ -54,7 +54,7 @@ class Files:
         if not full.startswith(self.workspace + "/"):
             raise PermissionError(errno.EPERM, "outside the workspace", path)
         with self.policy.acting():
-            folder, name = _folder_of(full, make=True)
+            folder, name = folder_of(full, make=True)
             try:
                 if _kind(name, folder) not in (None, stat.S_IFREG, stat.S_IFDIR):
                     raise PermissionError(errno.EPERM, "a link or a special file", path)
@@ -81,7 +81,7 @@ def _kind(name: str, folder: int) -> int | None:
         return None
 
 
-def _folder_of(path: str, make: bool) -> tuple[int, str]:
+def folder_of(path: str, make: bool) -> tuple[int, str]:
     """A descriptor of the directory that holds the last part of `path`, reached without following a link; that part."""
     *parents, name = path.strip("/").split("/")
     fd = os.open("/", os.O_PATH | os.O_DIRECTORY)

@@ -4,6 +4,8 @@ Every `inbox_*` module runs inside a box from source, with nothing but the stand
 
 Frames travel on the supervisor's standard input and output, which no command inherits: two big-endian 32-bit lengths,
 a JSON header, raw bytes. One request gets one reply, in order; a "beat" gets none and only says that the host lives.
+What is long travels in pieces, so that neither side holds all of it: before a reply as frames of their own, each with
+the number of its stream under "part", and after a request as raw bytes whose number is in its header.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import os
 import select
 import struct
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 FRAME = struct.Struct(">II")
 CHUNK = 1 << 16
+PIECE = 1 << 18
 SILENT = "nothing was heard from the host for the length of the lease, or the lifetime of the box is over"
 
 
@@ -46,9 +50,9 @@ class Line:
 
     def receive(self) -> tuple[dict[str, Any], bytes]:
         """The next frame of the host."""
-        head, body = FRAME.unpack(self._exactly(FRAME.size))
-        header: dict[str, Any] = json.loads(self._exactly(head))
-        return header, self._exactly(body)
+        head, body = FRAME.unpack(self.exactly(FRAME.size))
+        header: dict[str, Any] = json.loads(self.exactly(head))
+        return header, self.exactly(body)
 
     def send(self, header: dict[str, Any], body: bytes = b"") -> None:
         """Answer; a host that does not read it is a dead host."""
@@ -62,7 +66,13 @@ class Line:
             except BrokenPipeError:
                 end("the host is gone")
 
-    def _exactly(self, size: int) -> bytes:
+    def skip(self, size: int) -> None:
+        """Pass over what the host still sends after a request."""
+        while size:
+            size -= len(self.exactly(min(size, PIECE)))
+
+    def exactly(self, size: int) -> bytes:
+        """The next bytes of the host, as many as that."""
         data = bytearray()
         while len(data) < size:
             if not select.select([0], [], [], self.left())[0]:
@@ -75,10 +85,35 @@ class Line:
         return bytes(data)
 
 
-class Kept:
-    """The first and the last bytes of a stream, and how long it was. Memory stays bounded whatever is written."""
+class Pieces:
+    """Sends bytes ahead of a reply, in frames of a sensible size."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.waiting = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """More of them."""
+        self.waiting += data
+        if len(self.waiting) >= PIECE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if self.waiting:
+            self.line.send({"part": 0}, bytes(self.waiting))
+            self.waiting.clear()
+
+
+class Kept:
+    """The first and the last bytes of a stream, and how long it was. Memory stays bounded whatever is written.
+
+    Once the stream is longer than the limit, `spill` gets it from its first byte on, as it comes.
+    """
+
+    def __init__(self, limit: int, spill: Callable[[bytes], None]) -> None:
+        self.limit = limit
+        self.spill = spill
         self.tail_size = limit // 2
         self.head_size = limit - self.tail_size
         self.head, self.tail, self.total = bytearray(), bytearray(), 0
@@ -86,10 +121,13 @@ class Kept:
     def take(self, fd: int) -> bool:
         """Read a chunk; False at the end of the stream. Raises BlockingIOError when there is nothing to read."""
         chunk = os.read(fd, CHUNK)
+        spilling = self.total > self.limit
         self.total += len(chunk)
         room = self.head_size - len(self.head)
         self.head += chunk[:room]
         self.tail += chunk[room:]
+        if self.total > self.limit:
+            self.spill(chunk if spilling else bytes(self.head + self.tail))  # nothing of the tail was dropped before
         if len(self.tail) > 2 * self.tail_size + CHUNK:
             del self.tail[: len(self.tail) - self.tail_size]
         return bool(chunk)

@@ -10,7 +10,9 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-PR_SET_DUMPABLE = 4
+from palestra.envs.sandboxes.inbox_line import BoxBrokenError
+
+PR_SET_DUMPABLE, PR_GET_NO_NEW_PRIVS = 4, 39
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -19,10 +21,10 @@ class Policy:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.uid, self.gid = int(config["uid"]), int(config["gid"])
+        self.examiner: int | None = config["examiner"]  # in boxes for judging: uid and gid of the user who judges
         self.apart = os.getuid() != self.uid
         self.oom_score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-        for name, value in config["rlimits"].items():  # on the supervisor too: only its children feel them
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        self.unset = _set_limits(config["rlimits"], config["may_lack"])
         os.umask(0o022)
         if self.apart:
             os.setgroups([])
@@ -31,16 +33,21 @@ class Policy:
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
     @contextlib.contextmanager
-    def lending(self) -> Iterator[None]:
-        """For starting a command: what is executed in here has the policy's user for good and no capability.
+    def lending(self, user: str = "policy") -> Iterator[None]:
+        """For starting a command: what is executed in here has that user for good and no capability.
 
         Executing makes the saved user the effective one; only we keep 0 as the saved one and take it back. No process
         of the policy lives meanwhile but the new one, and nothing inside can signal process 1 of its namespace.
         """
+        uid, gid = self.uid, self.gid
+        if user == "examiner":
+            if self.examiner is None or not self.apart:
+                raise BoxBrokenError("this box has no examiner: it is for a policy, or has only one user to give")
+            uid = gid = self.examiner
         os.write(self.oom_score, b"1000")  # inherited: the kernel kills a command before it kills the supervisor
         if self.apart:
-            os.setresgid(self.gid, self.gid, 0)
-            os.setresuid(self.uid, self.uid, 0)
+            os.setresgid(gid, gid, 0)
+            os.setresuid(uid, uid, 0)
         try:
             yield
         finally:
@@ -62,6 +69,24 @@ class Policy:
         finally:
             os.seteuid(0)
             os.setegid(0)
+
+
+def no_new_privileges() -> bool:
+    """Whether no program can give this process or its children more rights than it has."""
+    return bool(ctypes.CDLL(None).prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1)
+
+
+def _set_limits(limits: dict[str, int], may_lack: list[str]) -> list[str]:
+    """On this process too: only its children feel them. Returns those of `may_lack` that the kernel does not set."""
+    unset = []
+    for name, value in limits.items():
+        try:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        except (OSError, ValueError):
+            if name not in may_lack:
+                raise
+            unset.append(name)
+    return unset
 
 
 def _inherit_no_capability() -> None:

@@ -17,20 +17,31 @@ import secrets
 import shutil
 import signal
 import subprocess
+from typing import Literal
 
 from palestra.envs.errors import ConfigError, SandboxError
 from palestra.envs.sandboxes import cgroups
 from palestra.envs.sandboxes.channel import SUPERVISOR_ARGV
 from palestra.envs.sandboxes.contract import BoxSpec, Limits
+from palestra.envs.sandboxes.egress import BOX_FOLDER, Gate
 from palestra.envs.sandboxes.inbox_seccomp import filter_program
 from palestra.envs.sandboxes.owner import Owner
-from palestra.envs.sandboxes.supervised import POLICY_UID, WORKSPACE, Lease, Scratch, SupervisedSandbox
+from palestra.envs.sandboxes.supervised import (
+    EXAMINER_UID,
+    JUDGING,
+    POLICY_UID,
+    WORKSPACE,
+    Lease,
+    Scratch,
+    SupervisedSandbox,
+)
 from palestra.envs.sandboxes.waiting import to_the_end
 
 CAPABILITIES = ("CAP_KILL", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_CHOWN", "CAP_SETUID", "CAP_SETGID")
 USERS = {
-    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\nnobody:x:{POLICY_UID}:{POLICY_UID}:nobody:{WORKSPACE}:/bin/sh\n",
-    "/etc/group": f"root:x:0:\nnogroup:x:{POLICY_UID}:\n",
+    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\nnobody:x:{POLICY_UID}:{POLICY_UID}:nobody:{WORKSPACE}:/bin/sh\n"
+    f"examiner:x:{EXAMINER_UID}:{EXAMINER_UID}:examiner:/logs:/bin/sh\n",
+    "/etc/group": f"root:x:0:\nnogroup:x:{POLICY_UID}:\nexaminer:x:{EXAMINER_UID}:\n",
 }
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 1; shift; done; shift; exec "$@"'
 END_S = 5.0
@@ -70,18 +81,30 @@ class NamespaceBackend:
         name = f"palestra-{run}-{secrets.token_hex(6)}"
         self._open.add(name)
         group, process, opened = None, None, False
+        gate = Gate(name, spec.network, self._owner) if spec.network else None
         try:
             if self._grouped:
                 group = cgroups.create(name, self._owner, spec.limits)
-            process = await to_the_end(_Process.start(self._argv(spec.limits, group)))
+            process = await to_the_end(_Process.start(self._argv(spec.limits, group, gate, spec.role, spec.workspace)))
             remove = functools.partial(self._remove, name, process, group)
-            box = SupervisedSandbox(name, process, remove, grace_s=self._grace_s, lease=self._lease)
+            box = SupervisedSandbox(
+                name,
+                process,
+                remove,
+                grace_s=self._grace_s,
+                lease=self._lease,
+                gate=gate,
+                role=spec.role,
+                workspace=spec.workspace,
+            )
             await box.start(spec.limits, rlimits=self._rlimits(spec.limits))
             process.hold()
             opened = True
             return box
         finally:
             if not opened:
+                if gate is not None:
+                    gate.close()
                 await to_the_end(self._remove(name, process, group))
 
     async def owned(self) -> list[str]:
@@ -91,8 +114,16 @@ class NamespaceBackend:
     async def sweep(self) -> None:
         """Nothing to do: a box is a process of ours, so none is unknown to us."""
 
-    def _argv(self, limits: Limits, group: cgroups.Group | None) -> list[str]:
-        scratch = Scratch.of(limits)
+    def _argv(
+        self,
+        limits: Limits,
+        group: cgroups.Group | None,
+        gate: Gate | None = None,
+        role: Literal["policy", "verifier"] = "policy",
+        workspace: str = WORKSPACE,
+    ) -> list[str]:
+        scratch = Scratch.of(limits, role)
+        judging = [(path, scratch.judging) for path in JUDGING] if role == "verifier" else []
         argv = [self._bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         argv += ["--hostname", "box", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
         if self._root:
@@ -101,12 +132,14 @@ class NamespaceBackend:
         else:
             argv += ["--unshare-user", "--uid", str(POLICY_UID), "--gid", str(POLICY_UID)]
         argv += [*_host_files(), "--proc", "/proc", "--dev", "/dev"]
-        for path, size in ((WORKSPACE, scratch.workspace), ("/tmp", scratch.tmp), ("/dev/shm", scratch.shm)):
+        for path, size in ((workspace, scratch.workspace), ("/tmp", scratch.tmp), ("/dev/shm", scratch.shm), *judging):
             argv += [*(("--size", str(size)) if self._sized else ()), "--tmpfs", path]
         if group is not None:
             for folder in ("/sys", "/sys/fs", f"{cgroups.ROOT}"):
                 argv += ["--perms", "0755", "--dir", folder]
             argv += ["--ro-bind", str(group.memory_folder), f"{cgroups.ROOT}/memory"]
+        if gate is not None:
+            argv += ["--perms", "0755", "--dir", "/run", "--ro-bind", str(gate.folder), BOX_FOLDER]
         argv += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--", *SUPERVISOR_ARGV]
         return argv if group is None else ["/bin/sh", "-c", ENTER_GROUPS, "sh", *group.entrances, "--", *argv]
 

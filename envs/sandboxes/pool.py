@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from palestra.envs.errors import SandboxError
-from palestra.envs.sandboxes.backends import Backend, BackendName, choose_backend, engine_socket
+from palestra.envs.sandboxes.backends import Backend, choose_backend, engine_socket
 from palestra.envs.sandboxes.contract import BoxClosed, BoxSpec, Limits, Sandbox
+from palestra.envs.sandboxes.demand import Demand
+from palestra.envs.sandboxes.egress_rules import AllowList
+from palestra.envs.sandboxes.lent import LentSandbox, Turns
+from palestra.envs.sandboxes.making import Maker
+from palestra.envs.sandboxes.pool_settings import PoolCounts, PoolSettings
 from palestra.envs.sandboxes.reaper import ReapReport, reap
-from palestra.envs.sandboxes.waiting import to_the_end
+from palestra.envs.sandboxes.waiting import Quantiles, Waits, to_the_end
 
+log = logging.getLogger(__name__)
 TRIES = 3  # boxes that may fail under one acquire before it gives up
-
-
-@dataclass(slots=True)
-class PoolCounts:
-    """What the pool has done so far."""
-
-    created: int = 0
-    reused: int = 0  # acquires served by a box that an earlier episode had used
-    replaced: int = 0  # boxes thrown away because they broke or could not be proved clean
-    acquired: int = 0
-    wait_s: float = 0.0  # in all, from asking for a box to having it
-    longest_wait_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -38,24 +33,16 @@ class _Box:
 
 
 @dataclass(slots=True, eq=False)
+class _Loan:
+    box: _Box
+    sandbox: LentSandbox
+
+
+@dataclass(slots=True, eq=False)
 class _Waiter:
     spec: BoxSpec
     episode: str
     box: asyncio.Future[_Box] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """What a pool needs to know to be made on any machine; plain data."""
-
-    run: str
-    backend: BackendName = "auto"
-    image: str | None = None  # of boxes whose spec names none; None: the backend's default
-    limits: Limits = field(default_factory=Limits)  # of boxes whose spec says nothing else
-    max_boxes: int = 32
-    creating: int = 4  # boxes being made at once: more only makes each of them slower
-    acquire_s: float = 120.0
-    box_life_s: float = 12 * 3600.0  # an older box is replaced when it comes back, long before it ends by itself
 
 
 class SandboxPool:
@@ -80,9 +67,12 @@ class SandboxPool:
         self._settings = settings
         self._given = backend
         self._clock = clock
-        self._creating = asyncio.Semaphore(settings.creating)
+        self._turns = Turns(settings.executing, settings.acquire_s)
+        self._waits = Waits()
+        self._demand = Demand(settings.demand_s, clock)
+        self._keeper: asyncio.Task[None] | None = None
         self._idle: list[_Box] = []
-        self._lent: dict[str, _Box] = {}
+        self._lent: dict[str, _Loan] = {}
         self._alive = 0  # boxes that exist or are being made, reset or removed
         self._coming: dict[BoxSpec, int] = {}  # of them, those that will be idle soon
         self._leaving = 0  # of them, those that are being removed
@@ -98,16 +88,28 @@ class SandboxPool:
         Raises ConfigError when no kind works here, SandboxError when the engine cannot be listed.
         """
         await asyncio.to_thread(self._start)
+        self._maker = Maker(
+            self.backend,
+            at_once=self._settings.creating,
+            per_s=self._settings.creates_per_s,
+            burst=self._settings.max_boxes,
+            patience_s=self._settings.acquire_s,
+            clock=self._clock,
+        )
         self._closed = False
+        self._keeper = asyncio.create_task(self._keep())
 
     def _start(self) -> None:
         if self._given is not None:
             self.backend, self.reason = self._given, f"{self._given.name}: given"
         else:
             self.backend, self.reason = choose_backend(
-                self._settings.backend, run=self._settings.run, image=self._settings.image
+                self._settings.backend,
+                run=self._settings.run,
+                image=self._settings.image,
+                runtime=self._settings.runtime,
             )
-        self.reaped = reap(engine_socket() if self.backend.name == "docker" else None)
+        self.reaped = self._reaping()
 
     async def __aenter__(self) -> SandboxPool:
         await self.start()
@@ -121,6 +123,10 @@ class SandboxPool:
     def warm(self, spec: BoxSpec, count: int) -> None:
         """Start making boxes in the background, until `count` of the spec are idle or coming or the pool is full."""
         spec = self._complete(spec)
+        self._demand.note(spec, min(count, self._settings.max_boxes))
+        self._fill(spec, count)
+
+    def _fill(self, spec: BoxSpec, count: int) -> None:
         there = sum(box.spec == spec for box in self._idle) + self._coming.get(spec, 0)
         for _ in range(min(count - there, self._settings.max_boxes - self._alive)):
             self._make(spec, "warm")
@@ -140,14 +146,46 @@ class SandboxPool:
         self.counts.reused += box.used
         self.counts.wait_s += waited
         self.counts.longest_wait_s = max(self.counts.longest_wait_s, waited)
+        self._waits.add(waited)
         box.used = True
-        return box.sandbox
+        return self._lent[box.sandbox.id].sandbox
+
+    async def fork(self, box: Sandbox, *, episode: str) -> Sandbox:
+        """See the contract. Waits for its box as `acquire` does."""
+        loan = self._lent.get(box.id)
+        if loan is None:
+            raise BoxClosed(f"{box.id}: it is not lent, so it cannot be forked for {episode}")
+        try:
+            state = await box.snapshot()
+        except ValueError as error:
+            raise SandboxError(f"{box.id}: cannot be forked for {episode}: {error}") from error
+        other = await self.acquire(loan.box.spec, {}, episode=episode)
+        restored = False
+        try:
+            await other.restore(state)
+            restored = True
+        finally:
+            if not restored:
+                await self.release(other)
+        self.counts.forked += 1
+        return other
 
     async def release(self, box: Sandbox) -> None:
         """See the contract. Returns at once; a box that the pool does not know, or has back already, is left alone."""
-        lent = self._lent.pop(box.id, None)
-        if lent is not None:
-            self._begin(self._recycle(lent), lent.spec)
+        loan = self._lent.get(box.id)
+        if loan is None or box not in (loan.sandbox, loan.box.sandbox):
+            return  # of an earlier loan, maybe: the box may be another episode's by now
+        del self._lent[box.id]
+        loan.sandbox.end()
+        if loan.sandbox.busy:  # a reset would wait for the command that still runs in it
+            self.counts.replaced += 1
+            self._drop(loan.box, replace=True)
+        else:
+            self._begin(self._recycle(loan.box), loan.box.spec)
+
+    def waits(self) -> dict[str, Quantiles]:
+        """How long episodes waited for a box ("box"), and commands for their turn ("command")."""
+        return {"box": self._waits.quantiles(), "command": self._turns.waits.quantiles()}
 
     async def close(self) -> None:
         """Remove every box, also the lent ones, even when cancelled; `leaked` says how it went. Idempotent."""
@@ -158,7 +196,52 @@ class SandboxPool:
         return self._left
 
     def _complete(self, spec: BoxSpec) -> BoxSpec:
+        AllowList.of(spec.network)  # refused here, where somebody hears it
         return replace(spec, limits=self._settings.limits) if spec.limits == Limits() else spec
+
+    def _wanted(self, spec: BoxSpec) -> None:
+        waiting = sum(waiter.spec == spec and not waiter.box.done() for waiter in self._waiting)
+        self._demand.note(spec, min(self._num_lent(spec) + waiting, self._settings.max_boxes))
+
+    # --- upkeep -------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Until the pool is closed: no more boxes than were wanted of late, and nothing of dead owners."""
+        reap_at = self._clock() + self._settings.reap_s
+        while True:
+            await asyncio.sleep(self._settings.upkeep_s)
+            self._fit()
+            if self._clock() >= reap_at:
+                reap_at = self._clock() + self._settings.reap_s
+                await self._reap()
+
+    def _fit(self) -> None:
+        """Remove idle boxes beyond what was wanted of late; what is missing is made when it is asked for."""
+        for box in tuple(self._idle):
+            if self._spare(box.spec) > 0:
+                self._idle.remove(box)
+                self.counts.trimmed += 1
+                self._drop(box)
+
+    def _spare(self, spec: BoxSpec) -> int:
+        """How many boxes of the kind there are beyond the most that were wanted at once of late."""
+        idle = sum(box.spec == spec for box in self._idle)
+        return self._num_lent(spec) + idle - self._demand.peak(spec)
+
+    def _num_lent(self, spec: BoxSpec) -> int:
+        return sum(loan.box.spec == spec for loan in self._lent.values())
+
+    async def _reap(self) -> None:
+        try:
+            report = await asyncio.to_thread(self._reaping)
+        except SandboxError as error:
+            log.warning("the reaper could not look: %s", error)
+            return
+        for name in report.removed:
+            log.info("removed %s, which a dead owner had left", name)
+
+    def _reaping(self) -> ReapReport:
+        return reap(engine_socket() if self.backend.name == "docker" else None)
 
     # --- one acquire --------------------------------------------------------------------------------------------
 
@@ -170,7 +253,8 @@ class SandboxPool:
                 if files:
                     await box.sandbox.reset(files)
                 ready = True
-                self._lent[box.sandbox.id] = box
+                self._lent[box.sandbox.id] = _Loan(box, LentSandbox(box.sandbox, self._turns))
+                self._wanted(spec)
                 return box
             except SandboxError:
                 if attempt == TRIES - 1:
@@ -187,6 +271,7 @@ class SandboxPool:
             raise BoxClosed(f"the pool is not open; no box for {episode}")
         waiter = _Waiter(spec, episode)
         self._waiting.append(waiter)
+        self._wanted(spec)
         self._serve()
         try:
             return await waiter.box
@@ -248,10 +333,10 @@ class SandboxPool:
     async def _create(self, spec: BoxSpec, episode: str) -> None:
         made = None
         try:
-            async with self._creating:
-                if not self._closed:
-                    made = _Box(await self.backend.open(spec, episode=episode), spec, self._clock())
-                    self.counts.created += 1
+            sandbox = await self._maker.make(spec, episode)
+            if sandbox is not None:
+                made = _Box(sandbox, spec, self._clock())
+                self.counts.created += 1
         except SandboxError as error:
             self._refuse(spec, error)
         finally:
@@ -300,16 +385,22 @@ class SandboxPool:
         if not self._closed:
             self._serve()
             if replace:
-                self.warm(box.spec, 1)
+                self._fill(box.spec, 1)
 
     async def _close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._maker.stop()
         for waiter in self._waiting:
             if not waiter.box.done():
                 waiter.box.set_exception(BoxClosed(f"the pool was closed before there was a box for {waiter.episode}"))
-        for box in (*self._idle, *self._lent.values()):
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
+        for loan in self._lent.values():
+            loan.sandbox.end()
+        for box in (*self._idle, *(loan.box for loan in self._lent.values())):
             self._drop(box)
         self._idle.clear()
         self._lent.clear()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from palestra.envs.errors import SandboxError
-from palestra.envs.sandboxes import cgroups
+from palestra.envs.sandboxes import cgroups, egress
 from palestra.envs.sandboxes.owner import Tag
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def _remains(engine: Engine | None) -> Iterator[tuple[str, Callable[[], object] 
                 yield volume.name, functools.partial(engine.remove_volume, volume.name)
     for group in cgroups.abandoned():
         yield group.name, group.remove
+    for folder in egress.abandoned():
+        yield folder.name, functools.partial(egress.remove, folder)
 
 
 def _listed(name: str, state: str, tag: Tag | None, now: float) -> Listed:

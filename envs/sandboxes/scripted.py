@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import json
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
 from palestra.envs.errors import SandboxError
-from palestra.envs.sandboxes.contract import BoxClosed, BoxSpec, Exec, Sandbox
+from palestra.envs.sandboxes.contract import (
+    BoxClosed,
+    BoxSpec,
+    Denial,
+    Exec,
+    ExportLimits,
+    Limits,
+    Sandbox,
+    Snapshot,
+    Tree,
+)
+from palestra.envs.sandboxes.spool import Spool, Stream
 
 WORKSPACE = "/workspace"
 
@@ -32,6 +46,8 @@ class Command:
     cwd: str = WORKSPACE
     env: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 0.0
+    user: Literal["policy", "examiner"] = "policy"
+    beside: tuple[str, ...] = ()
 
 
 Answer = Callable[[Command, dict[str, bytes]], Exec | Trouble]
@@ -44,12 +60,24 @@ def exits_zero(command: Command, files: dict[str, bytes]) -> Exec:
 
 
 class ScriptedSandbox:
-    """A box of files in a dictionary. `trouble` strikes the next call of any method, once."""
+    """A box of files in a dictionary. `trouble` strikes the next call of any method, once.
 
-    def __init__(self, answer: Answer = exits_zero, *, id: str = "scripted-0", grace_s: float = 0.05) -> None:
+    An answer longer than `output_bytes` is cut as a real box cuts it.
+    """
+
+    def __init__(
+        self,
+        answer: Answer = exits_zero,
+        *,
+        id: str = "scripted-0",
+        grace_s: float = 0.05,
+        output_bytes: int = Limits().output_bytes,
+    ) -> None:
         self._id = id
         self._answer = answer
         self._grace_s = grace_s
+        self._output_bytes = output_bytes
+        self._spool = Spool()
         self._closed: str | None = None
         self._lock = asyncio.Lock()
         self.files: dict[str, bytes] = {}
@@ -71,19 +99,21 @@ class ScriptedSandbox:
         stdin: bytes = b"",
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        user: Literal["policy", "examiner"] = "policy",
+        beside: Sequence[str] = (),
     ) -> Exec:
         """The answer of the function. Raises SandboxError or BoxClosed where it answers with a Trouble."""
         async with self._lock:
             await self._strike(timeout_s)
             where = posixpath.normpath(posixpath.join(WORKSPACE, cwd or ""))
-            command = Command(tuple(argv), stdin, where, dict(env or {}), timeout_s)
+            command = Command(tuple(argv), stdin, where, dict(env or {}), timeout_s, user, tuple(beside))
             self.commands.append(command)
             result = self._answer(command, self.files)
             if isinstance(result, Trouble):
                 self.trouble = result
                 await self._strike(timeout_s)
                 raise AssertionError("a trouble always raises")
-            return result
+            return self._cut(result)
 
     async def read(self, path: str, max_bytes: int) -> bytes:
         """See the contract."""
@@ -109,8 +139,7 @@ class ScriptedSandbox:
         """See the contract."""
         async with self._lock:
             await self._strike()
-            self.files.clear()
-            self.modes.clear()
+            self._empty()
             self.resets += 1
             for path, data in (files or {}).items():
                 self._put(path, data, 0o644)
@@ -119,13 +148,79 @@ class ScriptedSandbox:
         """See the contract; a file that a command made has mode 0o644."""
         async with self._lock:
             await self._strike()
-            state = sorted((path, self.modes.get(path, 0o644), data) for path, data in self.files.items())
-            return hashlib.sha256(repr(state).encode()).hexdigest()
+            return hashlib.sha256(self._state()).hexdigest()
+
+    async def output(self, handle: str, stream: Stream, start: int, stop: int) -> bytes:
+        """See the contract."""
+        async with self._lock:
+            await self._strike()
+            return self._spool.read(handle, stream, start, stop)
+
+    async def export(self, paths: Sequence[str], limits: ExportLimits) -> Tree:
+        """See the contract; there are no links here."""
+        async with self._lock:
+            await self._strike()
+            tops = [_absolute(path) for path in paths]
+            if outside := [top for top in tops if top != WORKSPACE and not top.startswith(WORKSPACE + "/")]:
+                raise ValueError(f"{outside[0]}: outside the workspace, so it cannot be exported")
+            names = [name for name in sorted(self.files) if any((name + "/").startswith(top + "/") for top in tops)]
+            files = {posixpath.relpath(name, WORKSPACE): self.files[name] for name in names}
+            runs = {posixpath.relpath(name, WORKSPACE) for name in names if self.modes.get(name, 0o644) & 0o111}
+            over = _over(files, limits)
+            return Tree({}, over=over) if over else Tree(files, frozenset(runs))
+
+    async def snapshot(self, max_bytes: int = 64 * 2**20) -> Snapshot:
+        """See the contract."""
+        async with self._lock:
+            await self._strike()
+            data = self._state()
+            if len(data) > max_bytes:
+                raise ValueError(f"the snapshot is larger than {max_bytes} bytes")
+            return Snapshot(data, hashlib.sha256(data).hexdigest())
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """See the contract."""
+        async with self._lock:
+            await self._strike()
+            self._empty()
+            if hashlib.sha256(snapshot.data).hexdigest() != snapshot.digest:
+                raise SandboxError(f"{self.id}: what was put back is not what the snapshot says")
+            for path, mode, content in json.loads(snapshot.data):
+                self.files[path], self.modes[path] = base64.b64decode(content), mode
+
+    def denials(self) -> tuple[Denial, ...]:
+        """None: there is no network to ask for."""
+        return ()
 
     async def close(self) -> None:
         """Forget everything. Idempotent."""
         self._closed = self._closed or "it was closed"
+        self._spool.close()
         self.files.clear()
+
+    def _empty(self) -> None:
+        self.files.clear()
+        self.modes.clear()
+        self._spool.clear()
+
+    def _state(self) -> bytes:
+        """Everything in the box: what a snapshot holds."""
+        rows = [
+            (path, self.modes.get(path, 0o644), base64.b64encode(data).decode()) for path, data in self.files.items()
+        ]
+        return json.dumps(sorted(rows)).encode()
+
+    def _cut(self, result: Exec) -> Exec:
+        """Head and tail of what is too long, and a handle to all of it."""
+        limit = self._output_bytes
+        streams = {name: getattr(result, name) for name in ("stdout", "stderr")}
+        changes: dict[str, object] = {}
+        for number, (name, data) in enumerate(streams.items()):
+            if len(data) > limit:
+                self._spool.take(number, data)
+                head, tail = limit - limit // 2, len(data) - limit // 2
+                changes |= {name: data[:head] + data[tail:], f"{name}_cut": (head, tail), f"{name}_total": len(data)}
+        return replace(result, handle=self._spool.finish(), **changes) if changes else result  # type: ignore[arg-type]
 
     def _put(self, path: str, data: bytes, mode: int) -> None:
         full = _absolute(path)
@@ -183,10 +278,28 @@ class ScriptedBoxes:
         self.lent += 1
         return box
 
+    async def fork(self, box: Sandbox, *, episode: str) -> ScriptedSandbox:
+        """A fresh box in the state of `box`."""
+        at = [lent.id for lent in self.boxes].index(box.id)
+        other = await self.acquire(self.specs[at], {}, episode=episode)
+        await other.restore(await box.snapshot())
+        return other
+
     async def release(self, box: Sandbox) -> None:
         """Take it back; nobody gets it again."""
         self.lent -= 1
         await box.close()
+
+
+def _over(files: Mapping[str, bytes], limits: ExportLimits) -> str | None:
+    """Which limit is passed, in words."""
+    if len(files) > limits.files:
+        return f"more than {limits.files} files"
+    if sum(len(path) + len(data) for path, data in files.items()) > limits.total_bytes:
+        return f"more than {limits.total_bytes} bytes"
+    if any(path.count("/") > limits.depth for path in files):
+        return f"directories are more than {limits.depth} deep"
+    return None
 
 
 def _absolute(path: str) -> str:

@@ -1,0 +1,1 @@
+"""Tasks as others write them: their folders and files, read into ours."""
