@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping
 
@@ -65,6 +66,8 @@ def load_taskset(name: str, options: Mapping[str, object]) -> Taskset:
 
 
 def _checked(name: str, option: str, value: object, wanted: typing.Any) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"environment {name!r}: option {option} is {value}; use a finite number")
     if wanted is None:
         return value
     try:

@@ -171,7 +171,8 @@ class EnvironmentSettings(Section):
     """The tasks."""
 
     name: str = "arithmetic"
-    """"arithmetic", "gsm8k", or a function of your own that returns a taskset: "my_project.tasks:load"."""
+    """One that is built in (arithmetic, gsm8k, humaneval_repair, swe_repository, notes, tool_schema, harbor), or a
+    function of your own that returns a taskset: "my_project.tasks:load"."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Passed to that function; each environment documents its own."""
     on_integrity_violation: Literal["zero", "mask", "honest"] = "zero"
@@ -267,7 +268,7 @@ class EvaluationSettings(Section):
     """Held-out tasks; 0: no evaluation."""
     samples: Positive = 1
     """Episodes of each."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Of evaluation alone; 0 is greedy."""
     every_steps: NotNegative = 0
     """Between evaluations while training; 0: before and after only."""

@@ -35,6 +35,8 @@ class GatherSettings:
     dynamic_sampling: bool = False
     max_refills: int = 0
     when_uninformative: Literal["train_fewer", "fail"] = "train_fewer"
+    objectives: tuple[str, ...] = ()
+    """Parts of a verdict that the algorithm learns from instead of its value; none: the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def fate(group: Group, settings: GatherSettings, counting: Counting) -> Fate:
     seen = counted(group, counting)
     if sum(trajectory.valid for trajectory in seen.trajectories) < settings.min_group_size:
         return "invalid"
-    if settings.dynamic_sampling and not informative(seen):
+    if settings.dynamic_sampling and not informative(seen, settings.objectives):
         return "filtered"
     return "used"
 

@@ -25,7 +25,7 @@ from palestra.rl.learner import Learner
 from palestra.rl.learner_group import AnyLearner, open_learner
 from palestra.rl.learner_plan import LearnerPlan
 from palestra.rl.ledger import Ledger
-from palestra.rl.lineage import check_ledger, groups_used, open_ledger
+from palestra.rl.lineage import check_ledger, check_tasks, groups_used, open_ledger
 from palestra.rl.loop_settings import gap_watch, loop_settings, num_updates, second_watch
 from palestra.rl.one_thread import compute
 from palestra.rl.order import TaskOrder
@@ -181,6 +181,7 @@ class _Work:
             index = order.index(position)
             return index, tasks[index].id
 
+        check_tasks(ledger, task_at)
         collector = Collector(
             self.rooms.players,
             ledger,

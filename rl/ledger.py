@@ -116,6 +116,11 @@ class Ledger:
         rows = self._db.execute("SELECT position FROM trained WHERE undone = 0 ORDER BY position")
         return [position for (position,) in rows]
 
+    def consumed_tasks(self) -> list[tuple[int, str]]:
+        """(position, task) of what was used in the lineage of the surviving weights, in order."""
+        rows = self._db.execute("SELECT position, task_id FROM trained WHERE undone = 0 ORDER BY position")
+        return [(position, task) for position, task in rows]
+
     def totals(self) -> dict[str, int]:
         """Groups and sampled tokens of the surviving lineage, by outcome; a token is counted once. Those of a
         trajectory without a verdict are invalid whatever became of its group, and those of one that was taken out of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from palestra.envs.errors import IntegrityError
@@ -44,3 +44,15 @@ def check_ledger(ledger: Ledger, step: int, used: int) -> None:
             f"step of {used}; going on would use tasks twice. Put the run's ledger.sqlite back, or choose "
             "another run.name"
         )
+
+
+def check_tasks(ledger: Ledger, task_at: Callable[[int], tuple[int, str]]) -> None:
+    """Positions mean the tasks that they meant: an environment that has other tasks now, or the same in another order,
+    would be played twice in places and never in others. O(tasks used). Raises IntegrityError."""
+    for position, known in ledger.consumed_tasks():
+        found = task_at(position)[1]
+        if found != known:
+            raise IntegrityError(
+                f"the environment's tasks have changed: place {position} of the run was task {known!r} and is "
+                f"{found!r} now; put the tasks back as they were, or choose another run.name"
+            )

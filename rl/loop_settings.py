@@ -26,10 +26,15 @@ def loop_settings(config: Config) -> LoopSettings:
             algorithm.dynamic_sampling,
             algorithm.max_refills,
             algorithm.when_uninformative,
+            tuple(algorithm.objectives or ()),
         ),
         counting=counting(config),
         practice=Practice(
-            config.optimizer.tokens_per_micro_batch, algorithm.updates_per_batch, algorithm.epochs, config.run.seed
+            config.optimizer.tokens_per_micro_batch,
+            algorithm.updates_per_batch,
+            algorithm.epochs,
+            config.run.seed,
+            config.environment.budgets.context_tokens,
         ),
     )
 

@@ -64,6 +64,8 @@ class Objective:
     """eta: weight of the entropy bonus at action positions, of the tempered distribution."""
     label_smoothing: float = 0.0
     """Imitation only: the share of each target that goes to the whole vocabulary alike (arXiv:1512.00567)."""
+    updates_per_version: int = 1
+    """Optimiser steps between two publishes: decoupled_loglinear counts age in versions that engines had."""
 
     def __post_init__(self) -> None:
         for sentence in _wrong(self):
@@ -167,7 +169,8 @@ def _old_policy(
     if objective.mode == "decoupled_loglinear":
         if version is None:
             raise ValueError("mode decoupled_loglinear interpolates by version; pass that of the policy's weights")
-        return proximal_loglinear(logprobs, tokens.sampling_logprobs, tokens.version, version)
+        updates = objective.updates_per_version
+        return proximal_loglinear(logprobs, tokens.sampling_logprobs, tokens.version, version, updates)
     if old is None and objective.mode == "decoupled":
         raise ValueError("mode decoupled clips around the policy when the batch was frozen; compute and pass `old`")
     return logprobs.detach() if old is None else old.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from palestra.rl.policy import BASE
 from palestra.rl.recorded import choose
 from palestra.rl.rooms import with_backend
 from palestra.rl.taskset_check import of_user, open_taskset
+from palestra.rollout.second_opinion import load_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def check(config: Config) -> Plan:
             f"{config.environment.name} records none; set environment.options.digest_states = true (of a ToolTaskset: "
             'its attribute digest_states), or use algorithm.name = "same_turn_baseline"'
         )
+    if config.environment.second_verifier.name:
+        asyncio.run(load_second(config.environment.second_verifier.name, taskset).close())
     if num_train < config.run.groups_per_step:
         raise ConfigError(
             f"environment {config.environment.name} has {num_train} training tasks, but run.groups_per_step is "
@@ -102,13 +106,17 @@ def check(config: Config) -> Plan:
         )
     if config.model.path == "new":
         check_new_policy(config.model.new)
-    elif Path(config.model.path).expanduser().is_dir() or not config.model.path:
+    elif not config.model.path or config.model.path.startswith((".", "/", "~")) or _is_folder(config.model.path):
         resolve_model(config.model.path)
     if config.model.lora.initial is not None:
         read_peft_folder(Path(config.model.lora.initial))
     _check_records(config, taskset)
     _check_machines(config)
     return Plan(config, taskset, algorithm, num_train, num_test)
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).expanduser().is_dir()
 
 
 def check_here(config: Config) -> None:

@@ -32,14 +32,17 @@ def segment_log_ratio(logprobs: Tensor, old: Tensor, segments: Segments) -> Tens
     return segments.spread(segments.mean(logprobs - old)).clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 
-def proximal_loglinear(logprobs: Tensor, sampling: Tensor, sampled_by: Tensor, version: int) -> Tensor:
+def proximal_loglinear(
+    logprobs: Tensor, sampling: Tensor, sampled_by: Tensor, version: int, updates_per_version: int = 1
+) -> Tensor:
     """[N] log pi_old without a forward pass: log mu + a (log pi - log mu), detached (A-3PO, arXiv:2512.06547).
 
-    a = (version - 1 - sampled_by) / (version - sampled_by), from 0 to 1, for each token: a trajectory may mix versions.
+    a = (age - 1) / age, from 0 to 1, for each token: a trajectory may mix versions. The age is counted in publishes:
+    `version` less `sampled_by`, over `updates_per_version`, rounded up, since versions are numbered by optimiser steps.
     `version`: of the weights when the batch was frozen; a batch that serves several updates ages by none of them. A
-    token that those weights sampled, or their predecessors, has a = 0: old is mu. The older the token, the nearer old
-    is to pi.
+    token that those weights sampled, or the weights published before them, has a = 0: old is mu. The older the token,
+    the nearer old is to pi.
     """
-    age = (version - sampled_by).to(logprobs.dtype)
+    age = ((version - sampled_by).to(logprobs.dtype) / updates_per_version).ceil()
     a = torch.where(age > 0, (age - 1) / age.clamp(min=1), torch.zeros_like(age))
     return sampling + a * (logprobs.detach() - sampling)

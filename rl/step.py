@@ -51,6 +51,8 @@ class Practice:
     updates_per_batch: int = 1
     epochs: int = 1
     seed: int = 0
+    context_tokens: int | None = None
+    """The longest context that the policy may have; a critic looks no further."""
 
     @property
     def updates(self) -> int:
@@ -87,7 +89,7 @@ def learn(
     """
     check_turn_rewards(algorithm, groups)
     views = [credited(group, counting) for group in groups]
-    measured = measure(learner, algorithm, views, practice.tokens_per_micro_batch)
+    measured = measure(learner, algorithm, views, practice)
     given = algorithm.credit(views, measured)
     credits = [trained(group, credit, counting) for group, credit in zip(groups, given, strict=True)]
     order = random.Random(derive_seed(practice.seed, "parts", learner.step))
@@ -136,12 +138,12 @@ def deal(credits: Sequence[Credit], objective: Objective, parts: int, rng: rando
     return [sorted(counts[start::parts]) for start in range(min(parts, len(counts)))]
 
 
-def measure(learner: Learns, algorithm: Algorithm, groups: Sequence[Group], tokens: int) -> Measured | None:
-    """What credit needs to know of the policy's tokens, if anything; `tokens` are of a micro-batch."""
-    objective, ranks = algorithm.objective, learner.ranks.size
+def measure(learner: Learns, algorithm: Algorithm, groups: Sequence[Group], practice: Practice) -> Measured | None:
+    """What credit needs to know of the policy's tokens, if anything."""
+    objective, ranks, tokens = algorithm.objective, learner.ranks.size, practice.tokens_per_micro_batch
     values = last_values = penalties = None
     if critic_of(algorithm) is not None:
-        values, last_values = measure_values(learner, groups, tokens, ranks=ranks)
+        values, last_values = measure_values(learner, groups, tokens, ranks=ranks, longest=practice.context_tokens)
     if objective.kl_in_reward:
         penalties = measure_penalties(learner, groups, objective.kl_coefficient, tokens, ranks=ranks)
     if values is None and penalties is None:

@@ -30,10 +30,19 @@ class HasValues(Protocol):
 
 
 def measure_values(
-    learner: HasValues, groups: Sequence[Group], tokens_per_micro_batch: int, *, ranks: int = 1
+    learner: HasValues,
+    groups: Sequence[Group],
+    tokens_per_micro_batch: int,
+    *,
+    ranks: int = 1,
+    longest: int | None = None,
 ) -> tuple[Values, LastValues]:
-    """V before each sampled token and after the last, laid out as `Measured` wants; None without a verdict."""
-    longer = [replace(group, trajectories=tuple(map(_with_end, group.trajectories))) for group in groups]
+    """V before each sampled token and after the last, laid out as `Measured` wants; None without a verdict.
+
+    `longest`: tokens of context that the policy may have; None: no bound. What an episode that filled it observed last
+    may reach beyond; the state at its end is what the policy could have seen.
+    """
+    longer = [replace(g, trajectories=tuple(_with_end(t, longest) for t in g.trajectories)) for g in groups]
     credits = [
         Credit(tuple(np.ones(t.sampled_tokens) if t.valid and t.samples else None for t in group.trajectories))
         for group in longer
@@ -56,17 +65,19 @@ def measure_values(
     return tuple(values), tuple(last_values)
 
 
-def _with_end(trajectory: Trajectory) -> Trajectory:
+def _with_end(trajectory: Trajectory, longest: int | None) -> Trajectory:
     """The trajectory with a token to predict behind its last one; without rows there is no state to speak of."""
     if not (trajectory.valid and trajectory.samples):
         return trajectory
     *before, last = trajectory.samples
+    needed = 1 + int(np.flatnonzero(last.sampled).max(initial=-1))
+    kept = slice(len(last) if longest is None else max(longest, needed))
     end = Sample(
-        ids=np.append(last.ids, np.int32(0)),  # unread: it is predicted, and never an input
-        sampled=np.append(last.sampled, True),
-        logprobs=np.append(last.logprobs, np.float32(0.0)),
-        temperature=np.append(last.temperature, np.float32(1.0)),
-        version=np.append(last.version, np.int32(0)),
-        turn=np.append(last.turn, np.int16(len(trajectory.turns))),
+        ids=np.append(last.ids[kept], np.int32(0)),  # unread: it is predicted, and never an input
+        sampled=np.append(last.sampled[kept], True),
+        logprobs=np.append(last.logprobs[kept], np.float32(0.0)),
+        temperature=np.append(last.temperature[kept], np.float32(1.0)),
+        version=np.append(last.version[kept], np.int32(0)),
+        turn=np.append(last.turn[kept], np.int16(len(trajectory.turns))),
     )
     return replace(trajectory, samples=(*before, end))

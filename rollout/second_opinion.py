@@ -17,6 +17,7 @@ from palestra.rollout.guard import GuardedVerifier
 from palestra.rollout.seeds import derive_seed
 from palestra.rollout.types import Trajectory
 
+EXPECTED = "expected 'package.module:function', a function of the taskset that returns a verifier"
 REWARD, CAUSE = "second_reward", "second_cause"  # in the facts of a trajectory that it was asked about
 
 
@@ -59,11 +60,12 @@ def load_second(name: str, taskset: Taskset) -> Verifier:
     try:
         make = getattr(importlib.import_module(module), attribute)
         verifier: Verifier = make(taskset)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except Exception as error:  # written by users
         raise ConfigError(
-            f"environment.second_verifier {name!r}: {error}; expected 'package.module:function', a function of the "
-            "taskset that returns a verifier"
+            f"environment.second_verifier {name!r}: {type(error).__name__}: {error}; {EXPECTED}"
         ) from error
+    if not callable(getattr(verifier, "verify", None)) or not callable(getattr(verifier, "close", None)):
+        raise ConfigError(f"environment.second_verifier {name!r} gives a {type(verifier).__name__}; {EXPECTED}")
     return verifier
 
 

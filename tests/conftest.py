@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
 QUIET = {
@@ -21,6 +22,8 @@ def pytest_configure() -> None:
     """Before anything heavy is imported, because these are read at import."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    hypothesis.settings.register_profile("palestra", deadline=None)  # a busy machine is no fault of the code
+    hypothesis.settings.load_profile("palestra")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -137,6 +137,17 @@ def tiny_llama(
         return LlamaForCausalLM(config).to(dtype)
 
 
+def exact_llama(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """With norms in its own precision: transformers computes them in float32, which alone differs by 1e-9."""
+    model = tiny_llama(dtype=dtype)
+    for name, module in list(model.named_modules()):
+        if name.endswith("norm"):
+            exact = torch.nn.RMSNorm(model.config.hidden_size, model.config.rms_norm_eps, dtype=dtype)
+            model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], exact)
+            assert module.weight.eq(1).all()
+    return model
+
+
 def tiny_gpt2(*, dtype: torch.dtype = torch.float64, vocab: int = 50, seed: int = 0) -> PreTrainedModel:
     """Absolute positions, dropout in its configuration, tied head."""
     config = GPT2Config(

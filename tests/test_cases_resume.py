@@ -13,11 +13,13 @@ import torch
 from episodes import Sums
 from learning_support import random_groups, tiny_llama
 from loop_support import Around, loop_around
+from palestra.envs.errors import IntegrityError
 from palestra.rl.algorithms.rloo import RLOO
 from palestra.rl.batch import pack
 from palestra.rl.learner import Learner, LearnerSettings
 from palestra.rl.learner_plan import LearnerPlan
-from palestra.rl.ledger import Ledger
+from palestra.rl.ledger import Consumed, Ledger
+from palestra.rl.lineage import check_tasks
 from palestra.rl.load_config import parse_config
 from palestra.rl.loop_settings import num_updates
 from palestra.rl.lora import LoraSettings
@@ -200,3 +202,18 @@ def test_a_summary_goes_on_from_a_checkpoint_that_kept_less() -> None:
     older.go_on_from({"episodes": 7})
     told = older.as_dict()
     assert (told["episodes"], told["sampled_logprob_gap"], told["max_logprob_gap"]) == (7, None, None)
+
+
+def test_a_taskset_that_has_changed_under_a_run_is_noticed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.begin(step=0, now=0.0)
+
+    def task_of(tasks: int, position: int) -> tuple[int, str]:
+        index = TaskOrder(tasks, seed=7).index(position)
+        return index, f"train-{index}"
+
+    ledger.train(1, [Consumed(position, task_of(6, position)[1], 0, "trained", 1) for position in range(3)])
+    check_tasks(ledger, lambda position: task_of(6, position))
+    with pytest.raises(IntegrityError, match=r"place \d of the run was task 'train-\d' and is 'train-\d+' now"):
+        check_tasks(ledger, lambda position: task_of(20, position))
+    ledger.close()

@@ -13,6 +13,7 @@ import torch
 from learning_support import POISONS, golden
 from objective_support import ALL, DTYPES, MICRO_BATCHES, TOLERANCE, Gathered
 from palestra.rl.action_tokens import ActionTokens
+from palestra.rl.algorithms.make import make_algorithm
 from palestra.rl.corrections import (
     OPSM,
     Corrected,
@@ -28,6 +29,7 @@ from palestra.rl.corrections import (
 )
 from palestra.rl.objective import Objective, loss_terms
 from palestra.rl.ratio import proximal_loglinear
+from palestra.rl.settings_algorithm import AlgorithmSettings
 from palestra.rl.surrogates import PPOClip, Reinforce
 
 OFF = golden("offpolicy")
@@ -151,6 +153,15 @@ def test_tokens_of_the_newest_weights_are_their_own_old_policy() -> None:
     new, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0])
     found = proximal_loglinear(new, mu, torch.tensor([10, 9, 8]), 10)
     assert found.tolist() == [-2.0, -2.0, -1.5]
+
+
+def test_age_is_counted_in_the_versions_that_engines_had() -> None:
+    """With four updates a batch, versions 8, 4 and 0 lie one publish apart."""
+    new, mu = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0])
+    found = proximal_loglinear(new, mu, torch.tensor([8, 4, 0, 1]), 8, 4)
+    assert found.tolist() == [-2.0, -2.0, -1.5, -1.5]  # one batch was shorter: its versions round up
+    algorithm = make_algorithm(AlgorithmSettings(mode="decoupled_loglinear", updates_per_batch=2, epochs=2), 64)
+    assert algorithm.objective.updates_per_version == 4
 
 
 def mismatch_of(rho: list[float], trajectory: list[int] | None = None, turn: list[int] | None = None) -> Mismatch:

@@ -101,6 +101,23 @@ def test_values_are_of_the_states_before_the_sampled_tokens_and_after_the_last(m
             assert last == pytest.approx(rows[-1][-1], abs=2e-6), "what was observed at the end is read"
 
 
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_what_lies_beyond_the_context_is_not_looked_at(make: object) -> None:
+    """An episode that filled its context has observed more than fits; a model with fixed positions cannot read it."""
+    model: PreTrainedModel = make().eval()  # type: ignore[operator]
+    most = model.config.max_position_embeddings
+    made = taught(learner(model=make()))  # type: ignore[operator]
+    row = sample([5 + n % 40 for n in range(most + 30)], [0] * (most - 4) + [1, 1] + [0] * 32)
+    opening = sample([5] * (most + 30), [0] * (most + 30))  # a prompt that alone fills it: nothing was sampled
+    groups = [group("g", [trajectory("a", [row], 1.0), trajectory("b", [opening], 0.0)])]
+    values, lasts = measure_values(made, groups, 4096, longest=most)
+    seen = by_hand(made, model, row.ids[:most])
+    np.testing.assert_allclose(values[0][0], seen[[most - 5, most - 4]], atol=2e-6)  # type: ignore[arg-type]
+    assert lasts[0][0] == pytest.approx(seen[-1], abs=2e-6)
+    assert values[0][1] is not None
+    assert len(values[0][1]) == 0
+
+
 def test_values_know_no_temperature() -> None:
     made = taught(learner())
     rows = [[sample([5, 6, 7, 8], [0, 1, 0, 1], temperature=t)] for t in (0.5, 1.0, 2.0)]

@@ -10,11 +10,13 @@ import pytest
 
 from learning_support import group, rewarded
 from palestra.envs.errors import PalestraError
-from palestra.envs.types import NoVerdict
+from palestra.envs.types import NoVerdict, Scored
 from palestra.rl.counted import Counting, credited
 from palestra.rl.dynamic_sampling import informative
 from palestra.rl.gather import Gathered, GatherSettings, gather
-from palestra.rollout.types import Group
+from palestra.rl.load_config import parse_config
+from palestra.rl.loop_settings import loop_settings
+from palestra.rollout.types import Group, Trajectory
 from turn_support import played
 
 
@@ -81,6 +83,20 @@ def test_the_filter_sees_what_turns_earned_wherever_they_earned_it() -> None:
     assert not informative(group("g", [early, early]))
     assert not informative(group("g", [short, long]))  # two lengths alone are no difference
     assert not informative(group("g", [early, replace(late, verdict=NoVerdict("broken"))]))
+
+
+def test_what_must_differ_is_what_the_algorithm_learns_from() -> None:
+    def of(name: str, value: float, correct: float, brief: float) -> Trajectory:
+        verdict = Scored(value, {"correct": correct, "brief": brief})
+        return replace(played(name, [2], value), verdict=verdict)
+
+    mixed = group("g", [of("a", 1.0, 1.0, 0.0), of("b", 1.0, 0.0, 1.0)])  # equal in sum, different in parts
+    equal = group("h", [of("a", 1.0, 1.0, 0.0), of("b", 0.0, 1.0, 0.0)])
+    assert gathered(Hand([mixed, equal]), max_refills=0).fates == ("filtered", "used")
+    parts = ("correct", "brief")
+    assert gathered(Hand([mixed, equal]), max_refills=0, objectives=parts).fates == ("used", "filtered")
+    config = parse_config({"algorithm": {"name": "gdpo", "objectives": {"correct": 1.0, "brief": 0.5}}}, "test")
+    assert loop_settings(config).gather.objectives == parts
 
 
 def test_a_group_with_too_few_verdicts_is_not_used() -> None:

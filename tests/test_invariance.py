@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from branching import branching_groups
-from learning_support import group, random_groups, sample, tiny_gpt2, tiny_llama, trajectory
+from learning_support import exact_llama, group, random_groups, sample, tiny_gpt2, trajectory
 from palestra.rl.action_tokens import ActionTokens
 from palestra.rl.aggregation import Aggregation
 from palestra.rl.algorithms.base import Credit
@@ -38,17 +38,6 @@ OBJECTIVES = (
     replace(BYPASS, aggregation=Aggregation("prompt-mean-token-mean")),
     replace(BYPASS, entropy_coefficient=0.1, aggregation=Aggregation("seq-mean-token-sum-norm", horizon=20)),
 )
-
-
-def exact_llama(dtype: torch.dtype) -> PreTrainedModel:
-    """With norms in its own precision: transformers computes them in float32, which alone differs by 1e-9."""
-    model = tiny_llama(dtype=dtype)
-    for name, module in list(model.named_modules()):
-        if name.endswith("norm"):
-            exact = torch.nn.RMSNorm(model.config.hidden_size, model.config.rms_norm_eps, dtype=dtype)
-            model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], exact)
-            assert module.weight.eq(1).all()
-    return model
 
 
 MAKERS = {"rotary": exact_llama, "absolute": lambda dtype: tiny_gpt2(dtype=dtype)}

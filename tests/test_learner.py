@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning_support import random_groups, rewarded, sample, tiny_gpt2, tiny_llama, trajectory
+from learning_support import exact_llama, random_groups, rewarded, sample, tiny_gpt2, tiny_llama, trajectory
 from palestra.envs.errors import ConfigError, IntegrityError
 from palestra.rl.aggregation import Aggregation
 from palestra.rl.algorithms.grpo import GRPO
@@ -128,9 +128,9 @@ def test_neither_micro_batching_nor_the_order_of_groups_changes_loss_or_norm(
 ) -> None:
     groups = random_groups(np.random.default_rng(seed), groups=3)
     algorithm = RLOO(Objective(correction=None, aggregation=Aggregation("prompt-mean-token-mean")))
-    one = learner().update(batch_of(groups, 10_000, algorithm), algorithm)
+    one = Learner(exact_llama(), LORA).update(batch_of(groups, 10_000, algorithm), algorithm)
     order.shuffle(groups)
-    many = learner().update(batch_of(groups, tokens, algorithm), algorithm)
+    many = Learner(exact_llama(), LORA).update(batch_of(groups, tokens, algorithm), algorithm)
     assert (many.loss, many.grad_norm) == pytest.approx((one.loss, one.grad_norm), rel=1e-9, abs=1e-12)
 
 

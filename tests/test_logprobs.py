@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from learning_support import golden, group, poisoned, random_groups, sample, tiny_gpt2, tiny_llama, trajectory
+from learning_support import (
+    exact_llama,
+    golden,
+    group,
+    poisoned,
+    random_groups,
+    sample,
+    tiny_gpt2,
+    tiny_llama,
+    trajectory,
+)
 from palestra.envs.errors import ConfigError
 from palestra.rl.algorithms.base import Credit
 from palestra.rl.attention import use_packed_attention
@@ -121,7 +131,7 @@ def test_packed_padded_and_alone_are_the_same(make: Callable[[], PreTrainedModel
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), tokens=st.integers(1, 200))
 def test_any_micro_batching_of_any_ragged_batch_gives_the_same_loss_and_gradient(seed: int, tokens: int) -> None:
-    model = tiny_llama()
+    model = exact_llama()
     use_packed_attention(model)
     whole, one = packed_loss(model, batch_of(seed, 100_000))
     expected = gradients(model, one)

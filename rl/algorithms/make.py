@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from palestra.envs.errors import ConfigError
@@ -77,7 +78,8 @@ def make_algorithm(settings: AlgorithmSettings, budget_tokens: int) -> Algorithm
     """
     if settings.aggregation == "seq-mean-token-sum-norm" and settings.length_norm_tokens is None:
         settings = settings.model_copy(update={"length_norm_tokens": budget_tokens})
-    objective = make_objective(settings)
+    updates = settings.updates_per_batch * settings.epochs
+    objective = replace(make_objective(settings), updates_per_version=updates)
     if of_user(settings.name):
         return _load(settings.name)(objective)
     return recipe(settings.name).make(objective, settings.model_dump())

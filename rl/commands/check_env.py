@@ -17,6 +17,7 @@ from palestra.envs.errors import ConfigError
 from palestra.envs.types import Task
 from palestra.rl.config import Config
 from palestra.rl.exit_codes import DONE, FAILED
+from palestra.rl.json_file import check_json_file
 from palestra.rl.load_config import load_config
 from palestra.rl.rooms import boxes_factory, episode_limit_s, with_backend
 from palestra.rl.taskset_check import open_taskset
@@ -31,6 +32,7 @@ def run_check_env(path: Path, overrides: Sequence[str], count: int, json_file: P
     """Check the first tasks and print a table; exit code 1 when a row failed. Raises ConfigError."""
     if count < 1:
         raise ConfigError(f"--tasks is {count}; check one or more")
+    check_json_file(json_file)
     config = load_config(path, overrides)
     taskset, train, test = open_taskset(config)
     split = taskset.split("train" if train else "test")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from palestra.rl.checkpoints import Checkpoints, base_digest, broken, places
 from palestra.rl.evaluation import Report, report
 from palestra.rl.exit_codes import DONE
 from palestra.rl.job import collector_settings, make_learner, max_gap
+from palestra.rl.json_file import check_json_file
 from palestra.rl.load_config import load_config
 from palestra.rl.policy import prepare_policy
 from palestra.rl.preflight import Plan, check
@@ -55,8 +55,7 @@ def run_evaluate(
         )
     if wanted[1] < 1:
         raise ConfigError(f"--samples is {wanted[1]}; play each task at least once")
-    if json_file is not None and (json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK)):
-        raise ConfigError(f"--json {json_file} cannot be written; give a file in a folder that exists")
+    check_json_file(json_file)
     decided, why = with_backend(config, f"{config.run.name}-eval")
     terminal.say(f"sandbox {decided.environment.sandbox.backend} ({why})")
     plan = Plan(decided, plan.taskset, plan.algorithm, plan.num_train, plan.num_test)

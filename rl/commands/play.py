@@ -32,13 +32,24 @@ def run_play(path: Path, overrides: Sequence[str], task: str | None, split: str,
         raise ConfigError(f"--policy is {policy!r}; use scripted or model")
     if split not in ("train", "test"):
         raise ConfigError(f"--split is {split!r}; use train or test")
-    config = load_config(path, overrides)
+    config = for_one_episode(load_config(path, overrides), policy)
     plan = check(config)
     index = _index(plan.taskset.split(split), task, split)
     decided, _ = with_backend(config, f"{config.run.name}-play")
     trajectory = asyncio.run(_play(decided, plan.taskset, split, index, policy))
     _show(Terminal(), trajectory)
     return DONE
+
+
+def for_one_episode(config: Config, policy: str) -> Config:
+    """Without what one episode does not need: an evaluation, a batch, and for a scripted expert any training."""
+    changes: dict[str, object] = {
+        "evaluation": config.evaluation.model_copy(update={"tasks": 0}),
+        "run": config.run.model_copy(update={"groups_per_step": 1}),
+    }
+    if policy == "scripted":
+        changes["warm_start"] = config.warm_start.model_copy(update={"demonstrations": 0, "recorded": None})
+    return config.model_copy(update=changes)
 
 
 async def _play(config: Config, taskset: Taskset, split: str, index: int, policy: str) -> Trajectory:

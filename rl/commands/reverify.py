@@ -12,6 +12,7 @@ from palestra.envs.environment import JudgesInBoxes, Taskset
 from palestra.envs.errors import ConfigError
 from palestra.rl.config import Config
 from palestra.rl.exit_codes import DONE, FAILED
+from palestra.rl.json_file import check_json_file
 from palestra.rl.load_config import load_config
 from palestra.rl.reverify import Reverified, judge_again, stored_episodes
 from palestra.rl.rooms import boxes_factory, with_backend
@@ -27,6 +28,7 @@ def run_reverify(run: Path, json_file: Path | None) -> int:
     """Print what came of it; exit code 1 when a verdict differs. Raises ConfigError for what is no run's folder."""
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; give the folder of a run, such as runs/NAME")
+    check_json_file(json_file)
     config = load_config(run / "config.toml")
     files = [file for part in ("trajectories", "evaluations") for file in sorted((run / part).glob("*.jsonl"))]
     if not files:
