@@ -29,7 +29,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests may take what they need on a machine that is not alone."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        long = item.get_closest_marker("slow") or item.get_closest_marker("endurance")
+        if long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1500))
 
 

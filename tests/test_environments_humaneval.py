@@ -157,7 +157,7 @@ def _perfect(task: Task) -> Scored:
     return Scored(1.0, {"passed": float(len(cases)), "expected": float(len(cases))})
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_every_solution_passes_and_every_listed_fault_is_caught(court: Court, taskset: HumanEvalRepair) -> None:
     every = HumanEvalRepair(faults_per_function=100)
     tasks = [*every.split("train"), *every.split("test")]

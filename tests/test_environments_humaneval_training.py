@@ -32,6 +32,6 @@ def test_ten_functions_train_on_honest_repairs_alone(tmp_path: Path, monkeypatch
     check(trained(tmp_path, monkeypatch, tasks=10, groups_per_step=5), 10, steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_a_hundred_functions_train_on_honest_repairs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(trained(tmp_path, monkeypatch, tasks=100, groups_per_step=10), 100, steps=10)

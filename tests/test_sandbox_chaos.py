@@ -173,7 +173,7 @@ def test_twenty_episodes_survive_kills(kind: str, tmp_path: Path) -> None:
     chaos.check()
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 @pytest.mark.parametrize("kind", [NAMESPACE, DOCKER])
 def test_two_hundred_episodes_survive_a_kill_every_few_seconds(kind: str, tmp_path: Path) -> None:
     backend(kind)
@@ -237,7 +237,7 @@ def short_folder() -> Iterator[Path]:
     subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 @pytest.mark.docker
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run an engine")
 @pytest.mark.parametrize("live_restore", [False, True])
@@ -270,7 +270,7 @@ def test_a_run_survives_twenty_seconds_without_its_engine(
         engine.clear()
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 @pytest.mark.docker
 def test_two_hundred_boxes_are_asked_for_at_once() -> None:
     """Row I14: no engine error, and the waits are known."""

@@ -163,7 +163,7 @@ def test_a_pool_removes_what_dead_owners_leave_while_it_runs() -> None:
         engine.remove(name)
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 @every_kind
 def test_twenty_boxes_of_a_killed_owner_are_gone_in_thirty_seconds(kind: str) -> None:
     """Row I05."""
