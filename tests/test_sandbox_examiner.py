@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from palestra.envs.sandboxes.contract import BoxSpec, Limits
-from sandbox_support import SPEC, Box, Home, backend, home
+from sandbox_support import SPEC, Box, Home, backend, home, kept
 
-__all__ = ["home"]
+__all__ = ["home", "kept"]
 
 LIMITS = Limits(memory_bytes=128 * 2**20, scratch_bytes=32 * 2**20, processes=32)
 KINDS = ["namespace", pytest.param("docker", marks=pytest.mark.docker)]
@@ -28,14 +26,6 @@ line.recv(100)
 line.sendall(str(os.getuid()).encode())
 line.recv(100)
 """
-
-
-@pytest.fixture(scope="module")
-def kept(home: Home) -> Iterator[dict[str, Box]]:
-    boxes: dict[str, Box] = {}
-    yield boxes
-    for box in boxes.values():
-        home.do(box.sandbox.close())
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 
-from palestra.envs.builtin.python_tool import cut
+from palestra.envs.builtin.shell_tool import run_tool, submit_tool
 from palestra.envs.formats.harbor import Artifact, HarborTask
 from palestra.envs.sandboxes.contract import Boxes, BoxSpec, ExportLimits, Tree
 from palestra.envs.tool_environment import ToolEnvironment
-from palestra.envs.tools import Tool, ToolContext, ToolError
+from palestra.envs.tools import Tool
 from palestra.envs.types import JSON, Artefact, Message, Task
 
 TOO_LARGE = "artefact_too_large"
@@ -30,8 +30,7 @@ class HarborEnvironment(ToolEnvironment):
         export: ExportLimits,
         digest_states: bool = False,
     ) -> None:
-        timeout_s = min(command_timeout_s, harbor.agent_timeout_s)
-        tools = (shell_tool(timeout_s, output_chars, harbor.env), submit_tool())
+        tools = task_tools(min(command_timeout_s, harbor.agent_timeout_s), output_chars, harbor.env)
         super().__init__(task, tools, boxes, spec=policy_box(harbor), digest_states=digest_states)
         self._harbor = harbor
         self._export = export
@@ -61,40 +60,9 @@ def policy_box(harbor: HarborTask) -> BoxSpec:
     return BoxSpec(image=harbor.image, limits=harbor.limits, network=harbor.network, workspace=harbor.workdir)
 
 
-def shell_tool(timeout_s: float, output_chars: int, env: Mapping[str, str]) -> Tool:
-    """`shell(command)`: a fresh shell per call in the working directory, at most `output_chars` of what it prints."""
-
-    async def run(arguments: Mapping[str, JSON], context: ToolContext) -> str:
-        result = await context.run(["/bin/bash", "-c", str(arguments["command"])], env=env)
-        printed = (result.stdout + result.stderr).decode(errors="replace").rstrip()
-        told = [cut(printed, output_chars)] if printed else []
-        if result.out_of_memory:
-            told.append("[the box ran out of memory]")
-        if result.survivors:
-            told.append(f"[{result.survivors} background processes were ended]")
-        if not result.ok:
-            how = f"signal {result.signal}" if result.exit_code is None else f"exit status {result.exit_code}"
-            raise ToolError("\n".join([*told, f"[{how}]"]))
-        return "\n".join(told) or "(nothing printed)"
-
-    command: dict[str, JSON] = {"type": "string"}
-    parameters: dict[str, JSON] = {
-        "type": "object",
-        "properties": {"command": command},
-        "required": ["command"],
-        "additionalProperties": False,
-    }
-    return Tool("shell", "Run a shell command and read what it prints.", parameters, run, timeout_s=timeout_s)
-
-
-def submit_tool() -> Tool:
-    """`submit()`: the work is done."""
-
-    async def submit(arguments: Mapping[str, JSON], context: ToolContext) -> str:
-        return "submitted"
-
-    nothing: dict[str, JSON] = {"type": "object", "properties": {}, "additionalProperties": False}
-    return Tool("submit", "Hand the work in; this ends the task.", nothing, submit, finishes=True)
+def task_tools(timeout_s: float, output_chars: int, env: Mapping[str, str]) -> tuple[Tool, ...]:
+    """`shell(command)`, since tests and instructions of such tasks are written for bash, and `submit()`."""
+    return (run_tool(timeout_s, output_chars, env, name="shell", shell="/bin/bash"), submit_tool())
 
 
 def _artefact(answer: JSON, tree: Tree, artifacts: tuple[Artifact, ...]) -> Artefact:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from palestra.envs.builtin.harbor_environment import HarborEnvironment, covers, shell_tool, submit_tool
+from palestra.envs.builtin.harbor_environment import HarborEnvironment, covers, task_tools
 from palestra.envs.builtin.tasks import must_be_split
 from palestra.envs.calls import JsonInTags
 from palestra.envs.environment import Environment, Verifier
@@ -193,6 +193,6 @@ def _ids(kind: str, tasks: Sequence[HarborTask]) -> list[str]:
 
 
 def _prompt(harbor: HarborTask) -> tuple[Message, ...]:
-    tools = (shell_tool(1.0, 40, {}), submit_tool())
+    tools = task_tools(1.0, 40, {})
     told = f"You work in {harbor.workdir}.\n{_CALLS.declare(tools)}"
     return (Message("system", told), Message("user", harbor.instruction))

@@ -13,7 +13,7 @@ from palestra.envs.builtin.file_tools import file_tools
 from palestra.envs.builtin.humaneval_faults import FAULTS, MISPRINTED
 from palestra.envs.builtin.humaneval_tests import hidden_cases, visible_examples, visible_tests
 from palestra.envs.builtin.shell_tool import run_tool, submit_tool
-from palestra.envs.builtin.tasks import must_be_split
+from palestra.envs.builtin.tasks import check_common, must_be_split
 from palestra.envs.calls import JsonInTags
 from palestra.envs.environment import Environment, Verifier
 from palestra.envs.errors import ConfigError
@@ -49,13 +49,8 @@ class HumanEvalRepair:
     """Record in which state the box was before each turn; algorithm "gigpo" compares turns taken in equal states."""
 
     def __post_init__(self) -> None:
-        for name in ("faults_per_function", "train_tasks", "test_tasks"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; use 1 or more")
-        if self.output_chars < 40:
-            raise ConfigError(f"output_chars is {self.output_chars}; use 40 or more")
-        if not self.judging_timeout_s > 0:
-            raise ConfigError(f"judging_timeout_s is {self.judging_timeout_s}; use more than 0")
+        counts = {name: getattr(self, name) for name in ("faults_per_function", "train_tasks", "test_tasks")}
+        check_common(counts, self.output_chars, self.judging_timeout_s)
 
     def split(self, name: str) -> Sequence[Task]:
         """The tasks of "train" or "test"; they share no function. Raises ConfigError when there is no data."""

@@ -9,14 +9,21 @@ from palestra.envs.tools import Tool, ToolContext, ToolError
 from palestra.envs.types import JSON
 
 
-def run_tool(timeout_s: float, output_chars: int, env: Mapping[str, str] | None = None) -> Tool:
-    """`run(command)`: a fresh shell per call in the workspace, at most `output_chars` characters of what it prints.
+def run_tool(
+    timeout_s: float,
+    output_chars: int,
+    env: Mapping[str, str] | None = None,
+    *,
+    name: str = "run",
+    shell: str = "/bin/sh",
+) -> Tool:
+    """`run(command)`, or another name: a fresh shell per call in the workspace, at most `output_chars` of its output.
 
     A command that fails is a failed call whose message holds the output and the exit status.
     """
 
     async def run(arguments: Mapping[str, JSON], context: ToolContext) -> str:
-        result = await context.run(["/bin/sh", "-c", str(arguments["command"])], env=env)
+        result = await context.run([shell, "-c", str(arguments["command"])], env=env)
         printed = (result.stdout + result.stderr).decode(errors="replace").rstrip()
         told = [cut(printed, output_chars)] if printed else []
         if result.out_of_memory:
@@ -34,7 +41,7 @@ def run_tool(timeout_s: float, output_chars: int, env: Mapping[str, str] | None 
         "required": ["command"],
         "additionalProperties": False,
     }
-    return Tool("run", "Run a shell command and read what it prints.", parameters, run, timeout_s=timeout_s)
+    return Tool(name, "Run a shell command and read what it prints.", parameters, run, timeout_s=timeout_s)
 
 
 def submit_tool() -> Tool:

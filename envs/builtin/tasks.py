@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 from palestra.envs.errors import ConfigError
@@ -37,3 +37,14 @@ def must_be_split(name: str) -> None:
     """Raises ConfigError for a split that does not exist."""
     if name not in SPLITS:
         raise ConfigError(f"no split {name!r}. Have: {', '.join(SPLITS)}")
+
+
+def check_common(counts: Mapping[str, int | None], output_chars: int, judging_timeout_s: float) -> None:
+    """Raises ConfigError for options that several environments have and that no task can be played with."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; use 1 or more")
+    if output_chars < 40:
+        raise ConfigError(f"output_chars is {output_chars}; use 40 or more")
+    if not judging_timeout_s > 0:
+        raise ConfigError(f"judging_timeout_s is {judging_timeout_s}; use more than 0")
